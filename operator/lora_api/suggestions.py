@@ -1,0 +1,103 @@
+"""What somebody may have meant by a word that is not known."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, get_origin
+
+from pydantic import BaseModel
+
+from lora_api.config import ALIASES
+
+VALUE_ALIASES = {
+    "gpu": "cuda",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+}
+"""Other words for a choice; for most of them the nearest spelling would be another choice."""
+
+
+def suggestion(name: str, candidates: Sequence[str]) -> str:
+    """`; did you mean ...?`, or nothing when no candidate is near, or two are equally near."""
+    return _asked(_renamed(name, candidates) or _near(name, candidates))
+
+
+def field_suggestion(model: type[BaseModel], location: Sequence[int | str], root: str) -> str:
+    """The same for an unknown field: a field beside it under another name, the same field elsewhere, or one like it.
+
+    Args:
+        model: The type that was validated.
+        location: Of the unknown field, below `model`.
+        root: Path in front of every field of `model`.
+    """
+    *parent, last = location
+    name, beside = str(last), fields_at(model, parent)
+    return _asked(_renamed(name, beside) or _elsewhere(model, name, root) or _near(name, beside))
+
+
+def _asked(meant: str | None) -> str:
+    return f"; did you mean {meant}?" if meant else ""
+
+
+def _renamed(name: str, candidates: Sequence[str]) -> str | None:
+    """The candidate that differs in capitals and separators only, or that other tools call by this name."""
+    same = {_letters(word) for word in (name, ALIASES.get(name), VALUE_ALIASES.get(name)) if word}
+    return next((candidate for candidate in candidates if _letters(candidate) in same), None)
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())
+
+
+def _near(name: str, candidates: Sequence[str]) -> str | None:
+    near = difflib.get_close_matches(name, candidates, n=2, cutoff=0.6)
+    ratios = [difflib.SequenceMatcher(None, name, candidate).ratio() for candidate in near]
+    return None if not near or (len(near) == 2 and ratios[0] == ratios[1]) else near[0]
+
+
+def _elsewhere(model: type[BaseModel], name: str, root: str) -> str | None:
+    """The one path at which a field of that name lies; None when there is none, or more than one."""
+    wanted = ALIASES.get(name, name)
+    found = [path for path in _all_fields(model, root) if path.rpartition(".")[2] == wanted]
+    return found[0] if len(found) == 1 else None
+
+
+def _all_fields(model: type[BaseModel], path: str) -> Iterator[str]:
+    """Paths of what a person writes: everything but the status."""
+    for name, field in model.model_fields.items():
+        below = f"{path}.{field.alias or name}".removeprefix(".")
+        inner = model_in(field.annotation)
+        if name == "status":
+            continue
+        yield below
+        if inner:
+            yield from _all_fields(inner, below + ("[]" if get_origin(field.annotation) is tuple else ""))
+
+
+def fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
+    """Wire names of the fields of the type that lies at `location` below `model`."""
+    current: type[BaseModel] | None = model
+    for part in location:
+        if isinstance(part, int) or current is None:
+            continue
+        field = next((f for n, f in current.model_fields.items() if part in (n, f.alias)), None)
+        current = model_in(field.annotation) if field else None
+    if current is None:
+        return []
+    return [field.alias or name for name, field in current.model_fields.items()]
+
+
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    """The first model type in an annotation such as `tuple[DatasetConfig, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        found = model_in(argument)
+        if found:
+            return found
+    return None

@@ -1,0 +1,1 @@
+"""The operator: one pure decision between an observation and its application."""

@@ -1,0 +1,1 @@
+"""What `lora-operator` does without a cluster: reading manifests, running a job, showing it."""

@@ -1,0 +1,98 @@
+"""`lora-operator validate`: everything that can be said about manifests without a cluster. Reads files, decides, no output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lora_api.job import GROUP, KIND, LoRATrainingJob
+from lora_api.problems import InvalidDocument, Problem, parse, suggestion
+from lora_api.profile import PROFILE_KIND, LoRATrainingProfile
+from lora_operator.core.validate import problems_of_job
+from lora_operator.local.yamlfile import Document, UnreadableError, read_documents
+
+_KINDS = (KIND, PROFILE_KIND)
+
+
+@dataclass
+class Report:
+    """What was found in all files."""
+
+    problems: list[str] = field(default_factory=list)  # "FILE: PATH: MESSAGE"
+    notes: list[str] = field(default_factory=list)
+    checked: int = 0  # documents of our kinds
+
+
+def validate_files(names: Sequence[str]) -> Report:
+    """Checks every document of our kinds; jobs are also held against a profile that is among the files."""
+    report = Report()
+    documents: list[Document] = []
+    for name in names:
+        try:
+            found = read_documents(name)
+        except UnreadableError as error:
+            report.problems.append(str(error))
+            continue
+        documents += found
+        if not found:
+            report.notes.append(f"{name}: holds no document")
+    profiles = _profiles_among(documents)
+    for document in documents:
+        _check(document, profiles, report)
+    return report
+
+
+def problems_in(raw: Any, profiles: dict[str, LoRATrainingProfile] | None = None) -> list[Problem]:
+    """All that is wrong with one document of our kinds."""
+    try:
+        if raw.get("kind") == PROFILE_KIND:
+            parse(LoRATrainingProfile, raw)
+            return []
+        job = parse(LoRATrainingJob, raw)
+    except InvalidDocument as error:
+        return error.problems
+    return problems_of_job(job, (profiles or {}).get(job.spec.profile))
+
+
+def kind_problem(raw: Any) -> Problem | None:
+    """Why a document is none of ours although it seems to be meant so; None when it is ours."""
+    if not isinstance(raw, dict):
+        return Problem("", f"holds a {type(raw).__name__}, expected a Kubernetes object with apiVersion, kind and spec")
+    kind = raw.get("kind")
+    if kind in _KINDS:
+        return None
+    if not isinstance(kind, str):
+        return Problem("kind", f"is missing; expected {' or '.join(_KINDS)}")
+    return Problem("kind", f"{kind!r} is not one of {', '.join(_KINDS)}{suggestion(kind, _KINDS)}")
+
+
+def _profiles_among(documents: list[Document]) -> dict[str, LoRATrainingProfile]:
+    found = {}
+    for document in documents:
+        if isinstance(document.value, dict) and document.value.get("kind") == PROFILE_KIND:
+            try:
+                profile = parse(LoRATrainingProfile, document.value)
+            except InvalidDocument:
+                continue  # said where the profile itself is checked
+            found[profile.metadata.name] = profile
+    return found
+
+
+def _check(document: Document, profiles: dict[str, LoRATrainingProfile], report: Report) -> None:
+    raw = document.value
+    wrong = kind_problem(raw)
+    if wrong is not None and _belongs_to_others(raw):
+        report.notes.append(f"{document.place}: skipped, kind {raw['kind']} is not ours")
+        return
+    report.checked += 1
+    problems = [wrong] if wrong is not None else problems_in(raw, profiles)
+    report.problems += [f"{document.place}: {problem}" for problem in problems]
+
+
+def _belongs_to_others(raw: Any) -> bool:
+    """Whether it is a Kubernetes object of another API group: files may hold Secrets and the like beside a job."""
+    if not isinstance(raw, dict) or not isinstance(raw.get("kind"), str):
+        return False
+    version = raw.get("apiVersion")
+    return isinstance(version, str) and version.partition("/")[0] != GROUP and raw["kind"] not in _KINDS

@@ -1,0 +1,110 @@
+"""Removing a cluster, however much of it there is.
+
+Nothing here trusts that the cluster was started completely or ended in order: processes are found by their mark,
+containers by containerd's state folder, mounts by where they are.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.cluster import configs, network
+from tests.cluster.nodes import containerd_name, kubelet_name, stop_containers
+from tests.cluster.processes import ProcessTable
+from tests.cluster.settings import ClusterError, Places
+
+CNI_RESULTS = Path("/var/lib/cni/results")
+CONTAINER_LOG_LINKS = Path("/var/log/containers")
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+
+
+def leftovers(places: Places, processes: ProcessTable) -> list[str]:
+    """What of a cluster exists, in words; empty when nothing does."""
+    found = [f"process {name} ({entry.pid})" for name, entry in processes.alive().items()]
+    found += [f"process {pid}" for pid in processes.marked() if f"({pid})" not in " ".join(found)]
+    found += [f"mount {mount}" for mount in _mounts(places)]
+    if network.exists():
+        found.append("network namespace")
+    return found
+
+
+def known_nodes(places: Places) -> list[str]:
+    """The nodes that have or had a runtime folder."""
+    return sorted(path.name for path in places.run.glob("node-*") if path.is_dir())
+
+
+def remove_cluster(places: Places, processes: ProcessTable) -> None:
+    """Stops and removes everything of a cluster but its caches and logs.
+
+    Raises:
+        ClusterError: when something could not be removed; folders below a remaining mount are left alone.
+    """
+    places.ready_marker.unlink(missing_ok=True)
+    nodes = known_nodes(places)
+    processes.stop([kubelet_name(node) for node in nodes], grace_seconds=2)
+    for node in nodes:
+        stop_containers(places, node)
+    # containerd writes its database at the end; all others hold nothing that is kept
+    processes.stop([containerd_name(node) for node in nodes], grace_seconds=5)
+    processes.stop([entry.name for entry in processes.recorded()], grace_seconds=0)
+    processes.sweep()
+    _unmount(places)
+    network.remove()
+    _remove_folders(places)
+    _remove_traces_elsewhere(places)
+
+
+def mounts_below(mountinfo: str, folders: Iterable[Path]) -> list[str]:
+    """The mount points at or below some folders, deepest and latest first, from the text of /proc/self/mountinfo."""
+    prefixes = [str(folder).rstrip("/") for folder in folders]
+    found = []
+    for line in mountinfo.splitlines():
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), line.split()[4])
+        if any(point == prefix or point.startswith(prefix + "/") for prefix in prefixes):
+            found.append(point)
+    return found[::-1]
+
+
+def _mounts(places: Places) -> list[str]:
+    folders = [places.run, places.data, places.cache / "nodes"]
+    resolved = [folder.resolve() for folder in folders]
+    return mounts_below(Path("/proc/self/mountinfo").read_text(), resolved)
+
+
+def _unmount(places: Places) -> None:
+    for point in _mounts(places):
+        subprocess.run(["umount", "--lazy", point], capture_output=True, check=False)
+    left = _mounts(places)
+    if left:
+        raise ClusterError(f"still mounted, so nothing below was removed: {', '.join(left[:5])}")
+
+
+def _remove_folders(places: Places) -> None:
+    for path in places.data.glob("*"):
+        if path != places.logs:
+            _remove(path)
+    for path in places.run.glob("*"):
+        if path != places.lock:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _remove_traces_elsewhere(places: Places) -> None:
+    """Removes what kubelets, the network plugins and runc wrote at fixed places, and only what is ours of it."""
+    for result in CNI_RESULTS.glob(f"{configs.POD_NETWORK_NAME}-*"):
+        result.unlink(missing_ok=True)
+    for link in CONTAINER_LOG_LINKS.glob("*.log"):
+        if link.is_symlink() and str(link.readlink()).startswith(f"{places.data}/"):
+            link.unlink(missing_ok=True)
+
+

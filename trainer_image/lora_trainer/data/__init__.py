@@ -1,0 +1,1 @@
+"""From folders of pictures to batches of cached tensors. Only `cache`, `encode` and `stream` need torch."""

@@ -1,0 +1,45 @@
+"""Captions: reading them, and what the trigger word and dropping make of them."""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+
+from lora_trainer.errors import DataError
+
+TRIGGER_MARK = "[trigger]"
+
+
+def read_caption(path: Path | None, default: str) -> str:
+    """The caption in a file: UTF-8, without byte order mark and outer white space; `default` for none or a blank one.
+
+    Raises:
+        DataError: When the file is not UTF-8; names it and the byte.
+    """
+    if path is None:
+        return default
+    raw = path.read_bytes()
+    without_mark = raw.removeprefix(codecs.BOM_UTF8)
+    try:
+        text = without_mark.decode("utf-8")
+    except UnicodeDecodeError as error:
+        offset = error.start + len(raw) - len(without_mark)
+        raise DataError(
+            f"{path}: the caption is not UTF-8: byte {offset} is 0x{raw[offset]:02x}; save the file as UTF-8"
+        ) from error
+    return text.strip() or default
+
+
+def with_trigger(text: str, trigger: str | None) -> str:
+    """The text with `[trigger]` replaced, and the trigger word in front if it is not there at all."""
+    if not trigger:
+        return text
+    text = text.replace(TRIGGER_MARK, trigger)
+    if trigger in text:
+        return text
+    return f"{trigger}, {text}" if text else trigger
+
+
+def dropped(trigger: str | None) -> str:
+    """What is trained in place of a dropped caption: nothing but the trigger word, as in ai-toolkit."""
+    return trigger or ""

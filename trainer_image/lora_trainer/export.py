@@ -1,0 +1,151 @@
+"""The final adapter: one safetensors file that diffusers takes as it is, and the loader that checks it did.
+
+Several key layouts load without an error and without any effect, so loading here always ends in a comparison of what
+the file holds with what the denoiser got.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lora_trainer.families.base import BaseModel
+from lora_trainer.networks import Adapter, installed_adapter
+
+FILE_NAME = "adapter.safetensors"
+PREFIX = "transformer."
+FOREIGN_PREFIXES = (PREFIX, "diffusion_model.", "base_model.model.", "unet.")
+RESERVED = {"format", "lora_adapter_metadata"}
+
+
+def export_final(
+    model: BaseModel, adapter: Adapter, folder: Path, *, dtype: torch.dtype, metadata: Mapping[str, str]
+) -> Path:
+    """Writes `adapter.safetensors` into `folder`, whole or not at all.
+
+    Keys are `transformer.<layer>.lora_A.weight` (or `.lokr_w1` ...). The scale alpha / rank is folded into the weights,
+    in fp32, and the adapter's configuration in the header says alpha = rank: programs that read it and programs that
+    don't give the same pictures. The number format is changed last.
+
+    Args:
+        model: The base model that holds the adapter.
+        adapter: What was trained.
+        folder: Created when it is missing.
+        dtype: Number format of the file.
+        metadata: Text that goes into the file's header: base model, arch, rank, alpha, trigger word, steps, seed,
+            versions.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: A weight is not finite, or not any more in `dtype`; or `metadata` uses a reserved name.
+    """
+    if reserved := RESERVED & metadata.keys():
+        raise ValueError(f"metadata: {', '.join(sorted(reserved))} is written by the export itself")
+    tensors = {f"{PREFIX}{key}": _cast(key, tensor, dtype) for key, tensor in adapter.portable_state_dict().items()}
+    config = {f"{PREFIX}{key}": value for key, value in adapter.portable_config().items()}
+    header = {
+        **metadata,
+        "format": "pt",
+        "lora_adapter_metadata": json.dumps(config, sort_keys=True),
+        "denoiser_class": type(model.denoiser).__name__,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    return _write(tensors, folder / FILE_NAME, header)
+
+
+def _cast(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    result = tensor.to(dtype).contiguous()
+    if not torch.isfinite(result).all():
+        why = f"does not fit into {dtype}" if torch.isfinite(tensor).all() else "is not finite"
+        raise ValueError(
+            f"adapter weight {key} {why} (largest magnitude {tensor.abs().max().item():g}); nothing was written"
+        )
+    return result
+
+
+def _write(tensors: dict[str, Tensor], target: Path, header: dict[str, str]) -> Path:
+    handle, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
+    os.close(handle)
+    try:
+        save_file(tensors, scratch, metadata=header)
+        with Path(scratch).open("rb") as file:
+            os.fsync(file.fileno())
+        Path(scratch).chmod(0o644)
+        Path(scratch).replace(target)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+    return target
+
+
+def load_into_pipeline(pipe: Any, file: Path, *, name: str = "adapter") -> int:
+    """Loads an adapter file into a diffusers pipeline and makes sure that all of it arrived.
+
+    Args:
+        pipe: A pipeline of the adapter's base model.
+        file: What `export_final` wrote, or another program's file with diffusers' layer names.
+        name: The adapter's name in the pipeline.
+
+    Returns:
+        The number of layers that hold the adapter now.
+
+    Raises:
+        ValueError: The pipeline refused the file, or took nothing, a part, or other values of it; the pipeline is
+            without that adapter then.
+    """
+    with safe_open(str(file), framework="pt") as reader:
+        expected = {_strip(key): reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118 not a mapping
+    try:
+        pipe.load_lora_weights(str(file), adapter_name=name)
+    except (ValueError, KeyError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{file}: the {type(pipe).__name__} refuses the adapter: {error}") from error
+    problem = _difference(pipe.transformer, name, expected)
+    if problem is not None:
+        if installed_adapter(pipe.transformer, name).modules:
+            pipe.delete_adapters(name)
+        raise ValueError(f"{file}: {problem}")
+    return len({_module(key) for key in expected})
+
+
+def _difference(denoiser: torch.nn.Module, name: str, expected: dict[str, Tensor]) -> str | None:
+    found = installed_adapter(denoiser, name)
+    wanted = {_module(key) for key in expected}
+    if not wanted:
+        return "the file holds no adapter"
+    if missing := sorted(wanted - found.modules):
+        return (
+            f"the file has adapters for {len(wanted)} layers, {type(denoiser).__name__} took {len(found.modules)} of them; "
+            f"without effect: {', '.join(missing[:3])}"
+        )
+    if extra := sorted(found.modules - wanted):
+        return f"{len(extra)} layers got an adapter that the file does not hold: {', '.join(extra[:3])}"
+    if unexpected := sorted(expected.keys() - found.tensors.keys()):
+        return f"{len(unexpected)} keys were not used: {', '.join(unexpected[:3])}"
+    for key, tensor in found.tensors.items():
+        if key not in expected or not torch.equal(expected[key].to(tensor.device, tensor.dtype), tensor):
+            return f"{key} does not have the file's values after loading"
+    return None
+
+
+def _strip(key: str) -> str:
+    prefix = next((each for each in FOREIGN_PREFIXES if key.startswith(each)), "")
+    return key.removeprefix(prefix)
+
+
+def _module(key: str) -> str:
+    for mark in (".lora_", ".lokr_", ".alpha"):
+        head, found, _ = key.rpartition(mark)
+        if found:
+            return head
+    return key

@@ -1,0 +1,301 @@
+"""What every family offers to the trainer.
+
+Flow matching, in the notation of the whole trainer: x_t = (1 - sigma) x0 + sigma n with sigma in (0, 1), 1 being pure
+noise, and the velocity d x_t / d sigma = n - x0. Families differ in how pixels become latents, how captions become
+conditions, and how their denoiser wants to be asked for that velocity; `BaseModel` hides all three.
+
+Shapes: B batch, C latent channels, h and w latent height and width, H and W pixels, L text tokens, D text width.
+
+References:
+    Lipman et al. 2023, "Flow Matching for Generative Modeling", section 4 (the straight path).
+    `tests/trainer/test_wiring.py` compares every family with what its diffusers pipeline computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from lora_trainer.families.folder import content_identity, load_part
+
+Conditioning: TypeAlias = dict[str, Any]
+"""A batch of conditions on the device, as `collate` built it; only the family that built it looks inside."""
+
+
+class BaseModel(ABC):
+    """A loaded base model: every weight frozen, in eval mode, encoders loaded when they are needed.
+
+    Attributes:
+        pipe: The diffusers pipeline around the components; its text encoder is None while it is not loaded.
+        denoiser: The network that adapters are added to.
+        forward_module: What `velocity` calls: the denoiser, or a wrapper that the loop put around it (DDP).
+        folder: The model folder.
+        dtype: Number format of denoiser and text encoder. The VAE is always fp32: it is small, and bf16 pictures band.
+        device: Where everything runs.
+    """
+
+    recipe: ClassVar[str] = "1"
+    """Version of the family's encoding formulas; raise it when encode_pixels or encode_text change what they return."""
+
+    max_text_tokens: ClassVar[int] = 512
+
+    def __init__(self, pipe: Any, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.pipe = pipe
+        self.folder = folder
+        self.dtype = dtype
+        self.device = device
+        self.denoiser: nn.Module = pipe.transformer
+        self.forward_module: nn.Module = self.denoiser
+        for module in (self.denoiser, pipe.vae):
+            module.requires_grad_(requires_grad=False).eval()
+
+    # ------------------------------------------------------------------ what a family writes
+    @abstractmethod
+    def normalise(self, z_BChw: Tensor) -> Tensor:
+        """Latents as the denoiser knows them, (B, C, h, w), from what the VAE encoder returned."""
+
+    @abstractmethod
+    def denormalise(self, x_BChw: Tensor) -> Tensor:
+        """What the VAE decoder takes: the inverse of `normalise`."""
+
+    @abstractmethod
+    def velocity(self, x_t_BChw: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
+        """The model's velocity n - x0 at `x_t`, fp32, shaped like `x_t`.
+
+        Args:
+            x_t_BChw: Noisy normalised latents, any float format.
+            sigma_B: Noise levels in (0, 1).
+            conditioning: What `collate` returned, for B captions.
+        """
+
+    @abstractmethod
+    def collate(self, conditions: list[dict[str, Tensor]]) -> Conditioning:
+        """A batch of what `encode_text` returned, on the device, in the denoiser's number format."""
+
+    @abstractmethod
+    def default_targets(self) -> list[str]:
+        """Full dotted names, inside the denoiser, of the layers that adapters change unless told otherwise."""
+
+    @abstractmethod
+    def _embed_caption(self, caption: str) -> dict[str, Tensor]:
+        """The condition of one caption, without batch dimension; the text encoder is loaded."""
+
+    @abstractmethod
+    def _draw_latents(self, embeds: Conditioning, negative: Conditioning | None, **options: Any) -> Tensor:
+        """Denoised latents (1, C, h, w), normalised, from the real pipeline called with `options`."""
+
+    # ------------------------------------------------------------------ encoding
+    @torch.no_grad()
+    def encode_pixels(self, pixels_1CHW: Tensor) -> Tensor:
+        """Normalised latents (C, h, w) of one picture: fp32, on the CPU, the same at every call.
+
+        The mode of the posterior is taken, not a sample, and one picture at a time: convolutions of a batch differ in
+        their last bits, and the bytes of a cache must not depend on what was encoded together.
+
+        Args:
+            pixels_1CHW: One RGB picture (1, 3, H, W) in [-1, 1]; H and W multiples of the family's `size_multiple`.
+        """
+        assert pixels_1CHW.ndim == 4, f"one picture (1, 3, H, W), not {tuple(pixels_1CHW.shape)}"
+        assert len(pixels_1CHW) == 1, f"one picture (1, 3, H, W), not {tuple(pixels_1CHW.shape)}"
+        vae = self._vae_with_encoder()
+        with self._without_autocast():
+            z_BChw = vae.encode(pixels_1CHW.to(self.device, torch.float32)).latent_dist.mode()
+            return self.normalise(z_BChw)[0].float().cpu().contiguous()
+
+    @torch.no_grad()
+    def encode_text(self, caption: str) -> dict[str, Tensor]:
+        """The condition of one caption: named tensors without batch dimension, on the CPU, in the encoder's format.
+
+        Loads the text encoder when it is not in memory; `free_encoders` lets it go again.
+        """
+        if self.pipe.text_encoder is None:
+            self.pipe.text_encoder = self._load_text_encoder()
+        with self._without_autocast():
+            return {name: tensor.cpu().contiguous() for name, tensor in self._embed_caption(caption).items()}
+
+    def free_encoders(self) -> None:
+        """Lets go of the text encoder and the VAE's encoder; its decoder stays, samples need it."""
+        self.pipe.text_encoder = None
+        self.pipe.vae.encoder = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _load_text_encoder(self) -> nn.Module:
+        import transformers
+
+        library, name = self._index["text_encoder"]
+        cls = getattr(transformers, name, None) if library == "transformers" else None
+        if cls is None:
+            cls = transformers.AutoModel
+        encoder = load_part(self.folder, cls, "text_encoder", dtype=self.dtype, use_safetensors=True)
+        encoder.requires_grad_(False).eval()
+        return encoder.to(self.device)  # type: ignore[no-any-return]
+
+    def _vae_with_encoder(self) -> Any:
+        vae = self.pipe.vae
+        if vae.encoder is None:
+            fresh = load_part(self.folder, type(vae), "vae", dtype=torch.float32, use_safetensors=True)
+            vae.encoder = fresh.encoder.requires_grad_(requires_grad=False).eval().to(self.device)
+        return vae
+
+    @cached_property
+    def _index(self) -> dict[str, Any]:
+        import json
+
+        index: dict[str, Any] = json.loads((self.folder / "model_index.json").read_text(encoding="utf-8"))
+        return index
+
+    @cached_property
+    def text_tokens(self) -> int:
+        """Longest caption in tokens, the chat template included; what is beyond is cut."""
+        return min(self.max_text_tokens, int(self.pipe.tokenizer.model_max_length))
+
+    @cached_property
+    def latents_identity(self) -> str:
+        """Names what `encode_pixels` computes: the VAE's content and the version of the formulas. For cache keys."""
+        return content_identity(self.folder / "vae", salt=f"{type(self).__name__}:latents:{self.recipe}")
+
+    @cached_property
+    def text_identity(self) -> str:
+        """Names what `encode_text` computes: text encoder, tokenizer, length and number format. For cache keys."""
+        salt = f"{type(self).__name__}:text:{self.recipe}:{self.text_tokens}:{self.dtype}"
+        return content_identity(self.folder / "text_encoder", self.folder / "tokenizer", salt=salt)
+
+    # ------------------------------------------------------------------ training
+    @property
+    def trainable_denoiser(self) -> nn.Module:
+        """What `velocity` calls."""
+        return self.forward_module
+
+    def shift_sigma(self, u_B: Tensor) -> Tensor:
+        """Noise levels that the family trains on, from uniform or logit-normal `u_B` in (0, 1).
+
+        sigma = k u / (1 + (k - 1) u) with the static shift k of the model's own scheduler. Schedulers that shift by
+        picture size do so when sampling only: for them k is 1, as in diffusers' training scripts.
+
+        References:
+            Esser et al. 2024, "Scaling Rectified Flow Transformers", equation 23.
+        """
+        config = self.pipe.scheduler.config
+        k = 1.0 if config.get("use_dynamic_shifting") else float(config.get("shift") or 1.0)
+        return k * u_B / (1 + (k - 1) * u_B)
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recomputes activations in the backward pass; loss and gradients stay the same to the bit."""
+        self.denoiser.enable_gradient_checkpointing()  # type: ignore[operator]
+
+    # ------------------------------------------------------------------ samples
+    @torch.no_grad()
+    def sample(
+        self,
+        condition: dict[str, Tensor],
+        negative_condition: dict[str, Tensor] | None,
+        *,
+        width: int,
+        height: int,
+        steps: int,
+        guidance_scale: float,
+        seed: int,
+    ) -> Image.Image:
+        """One picture drawn by the family's own diffusers pipeline; the same seed gives the same noise on any device.
+
+        Args:
+            condition: What `encode_text` returned for the prompt.
+            negative_condition: The same for the negative prompt; None where guidance is off.
+            width: In pixels, a multiple of 16.
+            height: In pixels, a multiple of 16.
+            steps: Denoising steps, at least 1.
+            guidance_scale: Handed to the pipeline in its own convention (see the family's module).
+            seed: Of the noise.
+
+        Raises:
+            ValueError: The size is no multiple of 16.
+        """
+        if width % 16 or height % 16:
+            raise ValueError(f"sample size {width} x {height}: both must be multiples of 16 pixels")
+        embeds = self.collate([condition])
+        negative = None if negative_condition is None else self.collate([negative_condition])
+        with self._without_autocast(), evaluating(self.denoiser):
+            x_BChw = self._draw_latents(
+                embeds,
+                negative,
+                width=width,
+                height=height,
+                num_inference_steps=steps,
+                guidance_scale=guidance_scale,
+                generator=torch.Generator("cpu").manual_seed(seed),
+                output_type="latent",
+            )
+            pixels_BCHW = self.pipe.vae.decode(self.denormalise(x_BChw.float()), return_dict=False)[0]
+        picture: Image.Image = self.pipe.image_processor.postprocess(pixels_BCHW, output_type="pil")[0]
+        return picture
+
+    def _without_autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, enabled=False)
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Eval mode inside (no dropout), then each submodule back in the mode it had."""
+    training = [child for child in module.modules() if child.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for child in training:
+            child.training = True
+
+
+class Family(ABC):
+    """One model family: turns a folder into a `BaseModel`.
+
+    Third parties add one with an entry point in the group `lora_trainer.families` that names their subclass.
+
+    Attributes:
+        arch: Values of `model.arch` that this family answers to.
+        size_multiple: Pixels that picture sides must be multiples of.
+        name: The value of `model.arch` that was asked for.
+    """
+
+    arch: ClassVar[tuple[str, ...]]
+    size_multiple: ClassVar[int] = 16
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or self.arch[0]
+
+    @abstractmethod
+    def load(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> BaseModel:
+        """The base model in a folder, frozen and in eval mode, on the device; nothing is downloaded.
+
+        Args:
+            folder: Folder of a diffusers pipeline.
+            dtype: bf16, fp16 or fp32; of denoiser and text encoder.
+            device: Where it runs.
+
+        Raises:
+            ModelError: The folder does not hold a model of this family.
+        """
+
+
+def load_pipeline(cls: Any, folder: Path, *, dtype: torch.dtype, device: torch.device) -> Any:
+    """A diffusers pipeline without its text encoder, on the device: denoiser in `dtype`, VAE in fp32."""
+    pipe = load_part(
+        folder,
+        cls,
+        "",
+        text_encoder=None,
+        dtype={"default": dtype, "vae": torch.float32},
+        use_safetensors=True,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(device)

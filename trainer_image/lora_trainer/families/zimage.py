@@ -1,0 +1,86 @@
+"""Z-Image.
+
+- Latents: 16 channels at 1/8, (z - shift_factor) * scaling_factor.
+- Text: the last but one hidden state of Qwen3, padding removed: captions keep their own lengths.
+- Denoiser: takes a list of pictures (C, 1, h, w) and a list of captions, the time 1 - sigma, and returns the negative
+  velocity.
+- Guidance in samples: the pipeline's own convention, prediction = cond + g (cond - uncond): 0 is off, and g here is the
+  usual classifier-free scale less 1.
+
+Shapes as in `base`.
+
+References:
+    diffusers 0.42: `pipelines/z_image/pipeline_z_image.py`, `examples/dreambooth/train_dreambooth_lora_z_image.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.families.base import BaseModel, Conditioning, Family, load_pipeline
+from lora_trainer.families.folder import Layout, check_folder
+
+LAYOUT = Layout(pipelines=("ZImagePipeline",))
+
+
+class ZImageModel(BaseModel):
+    """A loaded Z-Image."""
+
+    def normalise(self, z_BChw: Tensor) -> Tensor:
+        """Shifts and scales by the constants of the VAE's configuration."""
+        config = self.pipe.vae.config
+        return (z_BChw - config.shift_factor) * config.scaling_factor  # type: ignore[no-any-return]
+
+    def denormalise(self, x_BChw: Tensor) -> Tensor:
+        """The inverse."""
+        config = self.pipe.vae.config
+        return x_BChw / config.scaling_factor + config.shift_factor  # type: ignore[no-any-return]
+
+    def velocity(self, x_t_BChw: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
+        """Minus the denoiser's output at time 1 - sigma: the model points from noise to picture."""
+        pictures = list(x_t_BChw.to(self.dtype).unsqueeze(2).unbind(0))
+        time_B = 1 - sigma_B.to(self.device, torch.float32)
+        outputs = self.trainable_denoiser(pictures, time_B, conditioning["embeds"], return_dict=False)[0]
+        return -torch.stack(list(outputs)).squeeze(2).float()
+
+    def collate(self, conditions: list[dict[str, Tensor]]) -> Conditioning:
+        """`embeds`: a list of (L_i, D), each caption at its own length."""
+        return {"embeds": [each["embeds"].to(self.device, self.dtype) for each in conditions]}
+
+    def default_targets(self) -> list[str]:
+        """Every linear layer of the main blocks; the refiners before them stay as they are."""
+        return [n for n, m in self.denoiser.named_modules() if isinstance(m, nn.Linear) and n.startswith("layers.")]
+
+    def _embed_caption(self, caption: str) -> dict[str, Tensor]:
+        # the pipeline writes into the list it is given: it gets one of its own
+        embeds, _ = self.pipe.encode_prompt(
+            [caption], device=self.device, do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
+        )
+        return {"embeds": embeds[0]}
+
+    def _draw_latents(self, embeds: Conditioning, negative: Conditioning | None, **options: Any) -> Tensor:
+        if negative is None:
+            options["guidance_scale"] = 0.0
+        x_BChw: Tensor = self.pipe(
+            prompt_embeds=embeds["embeds"], negative_prompt_embeds=negative and negative["embeds"], **options
+        ).images
+        return x_BChw
+
+
+class ZImage(Family):
+    """Z-Image."""
+
+    arch = ("zimage",)
+
+    def load(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> ZImageModel:
+        """See `Family.load`."""
+        from diffusers import ZImagePipeline
+
+        check_folder(folder, self.name, LAYOUT)
+        return ZImageModel(
+            load_pipeline(ZImagePipeline, folder, dtype=dtype, device=device), folder, dtype=dtype, device=device
+        )
