@@ -119,7 +119,9 @@ def _fixed(parent: Path, name: str, kind: str, *, always_there: bool) -> Rule:
     if kind != "array":
         values = ", ".join(_shown(whose, name, always_there=always_there) for whose in ("self", "oldSelf"))
         said = f'"found %s, but the job was created with %s; {advice}".format([{values}])'
-    return Rule(parent, same, f"differs from what the job was created with; {advice}", said, name, "FieldValueForbidden")
+    return Rule(
+        parent, same, f"differs from what the job was created with; {advice}", said, name, "FieldValueForbidden"
+    )
 
 
 def _shown(whose: str, name: str, *, always_there: bool) -> str:

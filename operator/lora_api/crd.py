@@ -84,7 +84,9 @@ PROFILE_COLUMNS = (
 
 def job_crd() -> dict[str, Any]:
     """The CustomResourceDefinition of LoRATrainingJob."""
-    schema = _root(structural(LoRATrainingJob), "Fine-tunes one diffusion model with one adapter into one run directory.")
+    schema = _root(
+        structural(LoRATrainingJob), "Fine-tunes one diffusion model with one adapter into one run directory."
+    )
     spec, status = at(schema, ("spec",)), at(schema, ("status",))
     bound(spec)
     one_line(at(spec, ("config",)))

@@ -60,7 +60,10 @@ def differences(root: Path) -> str:
         present = _read(root / name)
         if present != text:
             lines += difflib.unified_diff(
-                present.splitlines(keepends=True), text.splitlines(keepends=True), f"{name} (present)", f"{name} (generated)"
+                present.splitlines(keepends=True),
+                text.splitlines(keepends=True),
+                f"{name} (present)",
+                f"{name} (generated)",
             )
     return "".join(lines)
 

@@ -100,7 +100,9 @@ def _at_the_field_it_names(path: str, message: str) -> Problem:
 
 def _is_noise(part: int | str) -> bool:
     """Pydantic names the branch of a union in the path; people don't write it."""
-    return isinstance(part, str) and (part.startswith(("function-", "constrained-", "literal[")) or part in {"str", "int", "float"})
+    return isinstance(part, str) and (
+        part.startswith(("function-", "constrained-", "literal[")) or part in {"str", "int", "float"}
+    )
 
 
 def render_path(root: str, location: Iterable[int | str]) -> str:

@@ -11,6 +11,7 @@ from lora_api.cel import MUTABLE_SPEC_PATHS
 from lora_api.crd import JOB_COLUMNS, Column, job_crd, profile_crd
 from lora_api.exit_codes import NEVER_RETRIED, ExitCode, reason_of
 from lora_api.job import API_VERSION, KIND
+from lora_api.patterns import PATTERN_WORDS
 from lora_api.profile import PROFILE_KIND
 from lora_api.schema import ITEMS, ONE_LINE, Path, Schema, at
 
@@ -21,36 +22,41 @@ def reference() -> str:
     """The page as Markdown."""
     job = _schema(job_crd())
     profile = _schema(profile_crd())
-    return "\n\n".join(
-        [
-            words.INTRODUCTION,
-            f"## {KIND}",
-            words.JOB.format(api_version=API_VERSION, kind=KIND),
-            *_sections(job, ("spec",), mutability=True),
-            "### Table of `kubectl get ltj`",
-            _columns(JOB_COLUMNS),
-            "## Status of a job",
-            words.STATUS,
-            *_sections(job, ("status",)),
-            "### Conditions",
-            _table(("Type", "True when"), [(f"`{kind}`", text) for kind, text in words.CONDITIONS.items()]),
-            "### Phases",
-            words.PHASES_INTRODUCTION,
-            _table(("Phase", "Meaning"), [(f"`{phase}`", text) for phase, text in words.PHASES.items()]),
-            f"## {PROFILE_KIND}",
-            words.PROFILE.format(api_version=API_VERSION, kind=PROFILE_KIND),
-            *_sections(profile, ("spec",)),
-            "## Exit codes of the trainer",
-            words.EXIT_CODES_INTRODUCTION,
-            _table(("Code", "Reason", "Retried", "Meaning"), _exit_codes()),
-            "## Run directory",
-            words.RUN_DIRECTORY_INTRODUCTION,
-            _table(("Key", "Written by", "Content"), [(f"`{k}`", *rest) for k, *rest in words.RUN_DIRECTORY]),
-            "## Environment",
-            words.ENVIRONMENT_INTRODUCTION,
-            _table(("Variable", "Read by", "Default", "Meaning"), [(f"`{k}`", *rest) for k, *rest in words.ENVIRONMENT]),
-        ]
-    ) + "\n"
+    return (
+        "\n\n".join(
+            [
+                words.INTRODUCTION,
+                f"## {KIND}",
+                words.JOB.format(api_version=API_VERSION, kind=KIND),
+                *_sections(job, ("spec",), mutability=True),
+                "### Table of `kubectl get ltj`",
+                _columns(JOB_COLUMNS),
+                "## Status of a job",
+                words.STATUS,
+                *_sections(job, ("status",)),
+                "### Conditions",
+                _table(("Type", "True when"), [(f"`{kind}`", text) for kind, text in words.CONDITIONS.items()]),
+                "### Phases",
+                words.PHASES_INTRODUCTION,
+                _table(("Phase", "Meaning"), [(f"`{phase}`", text) for phase, text in words.PHASES.items()]),
+                f"## {PROFILE_KIND}",
+                words.PROFILE.format(api_version=API_VERSION, kind=PROFILE_KIND),
+                *_sections(profile, ("spec",)),
+                "## Exit codes of the trainer",
+                words.EXIT_CODES_INTRODUCTION,
+                _table(("Code", "Reason", "Retried", "Meaning"), _exit_codes()),
+                "## Run directory",
+                words.RUN_DIRECTORY_INTRODUCTION,
+                _table(("Key", "Written by", "Content"), [(f"`{k}`", *rest) for k, *rest in words.RUN_DIRECTORY]),
+                "## Environment",
+                words.ENVIRONMENT_INTRODUCTION,
+                _table(
+                    ("Variable", "Read by", "Default", "Meaning"), [(f"`{k}`", *rest) for k, *rest in words.ENVIRONMENT]
+                ),
+            ]
+        )
+        + "\n"
+    )
 
 
 def _schema(crd: dict[str, Any]) -> Schema:
@@ -64,7 +70,9 @@ def _sections(root: Schema, path: Path, *, mutability: bool = False) -> Iterator
     yield f"### `{shown(path)}`"
     yield str(node["description"])
     header = ("Field", "Type", "Default", "Range", *(("Mutable",) if mutability else ()), "Meaning")
-    yield _table(header, [_row(path, name, child, node, mutability=mutability) for name, child in node["properties"].items()])
+    yield _table(
+        header, [_row(path, name, child, node, mutability=mutability) for name, child in node["properties"].items()]
+    )
     for name, child in node["properties"].items():
         below = (*path, name) if child["type"] != "array" else (*path, name, ITEMS)
         if "properties" in at(root, below):
@@ -123,7 +131,7 @@ def range_of(node: Schema) -> str:
     if "multipleOf" in node:
         parts.append(f"multiple of {node['multipleOf']}")
     if node.get("pattern", ONE_LINE) != ONE_LINE:
-        parts.append(words.PATTERNS.get(node["pattern"]) or f"`{node['pattern']}`")
+        parts.append(PATTERN_WORDS.get(node["pattern"], f"`{node['pattern']}`"))
     if "maxLength" in node:
         parts.append(_count(node.get("minLength", 0), node["maxLength"], "characters"))
     return ", ".join(parts) or "-"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lora_api.exit_codes import ExitCode
-from lora_api.job import _NAME_PATTERN, _PATH_PATTERN, ConditionType, Phase
+from lora_api.job import ConditionType, Phase
 
 INTRODUCTION = """\
 <!-- Generated from operator/lora_api by `make generate`; do not edit. -->
@@ -32,12 +32,6 @@ steps count optimizer updates."""
 PROFILE = """\
 `apiVersion: {api_version}`, `kind: {kind}`. Cluster-scoped; short name `ltp`, category `training`. A change takes effect with
 the next attempt of each job. Endpoints and credentials come only from here, never from a job."""
-
-PATTERNS = {
-    _NAME_PATTERN: "lower-case letters, digits, `-` and `.`",
-    _PATH_PATTERN: "letters, digits, `.`, `_` and `-`, parted by `/`",
-}
-"""What people are told instead of a regular expression."""
 
 PHASES_INTRODUCTION = "For people only: the phase says in one word what the conditions say exactly."
 
@@ -89,12 +83,24 @@ written last. The trainer only adds, the operator only deletes, and never a key 
 
 RUN_DIRECTORY: tuple[tuple[str, str, str], ...] = (
     ("run.json", "trainer", "Whose directory this is: uid and name of the job, configuration hash."),
-    ("starts/000001.json", "trainer", "One claim per start; the highest wins, so that a pod that should be dead can't commit."),
+    (
+        "starts/000001.json",
+        "trainer",
+        "One claim per start; the highest wins, so that a pod that should be dead can't commit.",
+    ),
     ("control.json", "operator", "Steps, learning rate, saving and sampling as they are to be from the next step on."),
     ("progress.json", "trainer", "Heartbeat: step, loss, speed, stage; how the start ended."),
     ("metrics/000001.jsonl", "trainer", "One line per logged step; one file per start."),
-    ("checkpoints/step-000000900/000001/", "trainer", "Adapter, optimizer, schedule, loader position and random state."),
-    ("checkpoints/step-000000900/000001/manifest.json", "trainer", "The commit: step, start, every file with size and SHA-256."),
+    (
+        "checkpoints/step-000000900/000001/",
+        "trainer",
+        "Adapter, optimizer, schedule, loader position and random state.",
+    ),
+    (
+        "checkpoints/step-000000900/000001/manifest.json",
+        "trainer",
+        "The commit: step, start, every file with size and SHA-256.",
+    ),
     ("samples/step-000000900/", "trainer", "Pictures drawn after that step."),
     ("final/", "trainer", "The adapter, samples and report."),
     ("final/manifest.json", "trainer", "The job has succeeded."),
@@ -106,8 +112,18 @@ for the trainer come from `spec.trainer.env` of the profile."""
 
 ENVIRONMENT: tuple[tuple[str, str, str, str], ...] = (
     ("LORA_RUN_CONFIG", "trainer", "-", "The run configuration's file."),
-    ("LORA_CREDENTIALS_DIR", "trainer", "-", "Folder of the mounted Secret, with the files `accessKey` and `secretKey`."),
-    ("LORA_CACHE_DIR", "trainer", "`~/.cache/lora-trainer`", "Folder of downloaded models, datasets and encoded pictures."),
+    (
+        "LORA_CREDENTIALS_DIR",
+        "trainer",
+        "-",
+        "Folder of the mounted Secret, with the files `accessKey` and `secretKey`.",
+    ),
+    (
+        "LORA_CACHE_DIR",
+        "trainer",
+        "`~/.cache/lora-trainer`",
+        "Folder of downloaded models, datasets and encoded pictures.",
+    ),
     ("LORA_TERMINATION_LOG", "trainer", "`/dev/termination-log`", "File for the last word of a start."),
     ("LORA_GRACE_SECONDS", "trainer", "30", "Seconds between SIGTERM and SIGKILL."),
     ("LORA_HEARTBEAT_SECONDS", "trainer", "2", "Seconds between two heartbeats."),

@@ -23,7 +23,17 @@ ITEMS = "[]"
 MAX_LENGTH, MAX_ITEMS, MAX_PROPERTIES = 1024, 64, 64  # where the type sets no limit
 ONE_LINE = "^[^\\x00-\\x1f]*$"
 
-_PLAIN = ("description", "enum", "pattern", "minLength", "maxLength", "minItems", "maxItems", "multipleOf", "maxProperties")
+_PLAIN = (
+    "description",
+    "enum",
+    "pattern",
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+    "multipleOf",
+    "maxProperties",
+)
 _FORMATS = {"integer": "int64", "number": "double"}
 
 

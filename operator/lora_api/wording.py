@@ -56,7 +56,7 @@ def _too_short(found: Any, context: Context) -> str:
 
 
 def _too_long(found: Any, context: Context) -> str:
-    return f"has {_count(found)}; expected at most {_count(found, context['max_length'])}"
+    return f"has {_count(found)}; expected at most {context['max_length']}"
 
 
 def _count(found: Any, number: int | None = None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -90,12 +91,7 @@ class Nodes:
 
     def _load_tools(self, node: str) -> None:
         """Imports the pause container's image, which is also the tests' tool box, once per node store."""
-        program = shutil.which("busybox")
-        if program is None:
-            raise ClusterError("busybox not found; the pause container is made of it (Debian package: busybox-static)")
-        applets = subprocess.run([program, "--list"], capture_output=True, text=True, check=True).stdout.split()
-        content = Path(program).read_bytes()
-        image, layer = oci.busybox_image(content, applets, ARCHITECTURES[platform.machine().lower()])
+        image, layer = tools_image()
         marker = self.places.node_store(node) / f"tools-{settings.digest_of(image.manifest)}"
         if marker.exists():
             return
@@ -106,6 +102,29 @@ class Nodes:
                 oci.write_archive(archive, reference, image, [layer])
                 containerd.run("images", "import", archive)
         marker.touch()
+
+
+def tools_image() -> tuple[oci.Image, bytes]:
+    """The tool box image made of this machine's own busybox, and its layer."""
+    program = shutil.which("busybox")
+    if program is None:
+        raise ClusterError("busybox not found; the pause container is made of it (Debian package: busybox-static)")
+    applets = subprocess.run([program, "--list"], capture_output=True, text=True, check=True).stdout.split()
+    files = {"/bin/busybox": Path(program).read_bytes()}
+    cached = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
+    for library in name_resolution_libraries(cached):
+        files[library] = Path(library).read_bytes()
+    return oci.busybox_image(files, applets, ARCHITECTURES[platform.machine().lower()])
+
+
+def name_resolution_libraries(cached: str) -> list[str]:
+    """The paths, in the output of `ldconfig -p`, of what glibc loads to resolve a host name.
+
+    A statically linked busybox loads them too, at run time, and crashes where they are not.
+    """
+    wanted = re.compile(r"^\s*(ld-linux\S*|libc|libm|libresolv|libnss_dns|libnss_files)\.so\.\d+ .*=> (\S+)$")
+    found = {match.group(1): match.group(2) for line in cached.splitlines()[::-1] if (match := wanted.match(line))}
+    return sorted(found.values())
 
 
 def container_processes(state: Path) -> list[Recorded]:

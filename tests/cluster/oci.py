@@ -8,7 +8,7 @@ import json
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
@@ -90,12 +90,17 @@ def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
     archive.addfile(entry, io.BytesIO(content))
 
 
-def busybox_image(program: bytes, applets: Sequence[str], architecture: str) -> tuple[Image, bytes]:
+def busybox_image(files: Mapping[str, bytes], applets: Sequence[str], architecture: str) -> tuple[Image, bytes]:
     """A small image with a shell and its tools, and its only layer.
 
     It serves twice: as the pause container of every pod, where it only sleeps, and as a tool box for tests.
+
+    Args:
+        files: content by absolute path: `/bin/busybox` and the libraries that resolving names needs.
+        applets: the tools that get a link in `/bin`.
+        architecture: as in OCI, for example `amd64`.
     """
-    layer = _busybox_layer(program, applets)
+    layer = _busybox_layer(files, applets)
     config: Mapping[str, Any] = {
         "architecture": architecture,
         "os": "linux",
@@ -110,16 +115,18 @@ def busybox_image(program: bytes, applets: Sequence[str], architecture: str) -> 
     return image_from_config(json.dumps(config).encode(), [len(layer)]), layer
 
 
-def _busybox_layer(program: bytes, applets: Sequence[str]) -> bytes:
+def _busybox_layer(files: Mapping[str, bytes], applets: Sequence[str]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for folder, mode in (("bin", 0o755), ("etc", 0o755), ("tmp", 0o1777)):
+        folders = {str(parent).lstrip("/") for path in files for parent in PurePosixPath(path).parents} - {""}
+        for folder in [*sorted(folders | {"etc"}), "tmp"]:
             entry = tarfile.TarInfo(folder)
-            entry.type, entry.mode = tarfile.DIRTYPE, mode
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o1777 if folder == "tmp" else 0o755
             archive.addfile(entry)
-        entry = tarfile.TarInfo("bin/busybox")
-        entry.size, entry.mode = len(program), 0o755
-        archive.addfile(entry, io.BytesIO(program))
+        for path, content in sorted(files.items()):
+            entry = tarfile.TarInfo(path.lstrip("/"))
+            entry.size, entry.mode = len(content), 0o755
+            archive.addfile(entry, io.BytesIO(content))
         for applet in sorted(set(applets) - {"busybox"}):
             link = tarfile.TarInfo(f"bin/{applet}")
             link.type, link.linkname = tarfile.SYMTYPE, "busybox"
