@@ -95,7 +95,7 @@ def job_crd() -> dict[str, Any]:
     status["default"] = {}
     cel.attach(schema, cel.JOB_RULES)
     cel.attach(schema, cel.immutable(schema))
-    return _definition(KIND, PLURAL, "ltj", "Namespaced", schema, JOB_COLUMNS)
+    return _definition(KIND, PLURAL, short="ltj", scope="Namespaced", schema=schema, columns=JOB_COLUMNS)
 
 
 def profile_crd() -> dict[str, Any]:
@@ -106,7 +106,7 @@ def profile_crd() -> dict[str, Any]:
     at(schema, ("spec", "trainer", "tolerations"))["items"] = _TOLERATION
     bound(at(schema, ("spec",)))
     cel.attach(schema, cel.PROFILE_RULES)
-    return _definition(PROFILE_KIND, PROFILE_PLURAL, "ltp", "Cluster", schema, PROFILE_COLUMNS)
+    return _definition(PROFILE_KIND, PROFILE_PLURAL, short="ltp", scope="Cluster", schema=schema, columns=PROFILE_COLUMNS)
 
 
 def _root(schema: Schema, description: str) -> Schema:
@@ -124,7 +124,7 @@ def _root(schema: Schema, description: str) -> Schema:
 
 
 def _definition(
-    kind: str, plural: str, short: str, scope: str, schema: Schema, columns: tuple[Column, ...]
+    kind: str, plural: str, *, short: str, scope: str, schema: Schema, columns: tuple[Column, ...]
 ) -> dict[str, Any]:
     version: Schema = {
         "name": VERSION,

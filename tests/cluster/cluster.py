@@ -13,11 +13,12 @@ from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
-from tests.cluster import images, network, packages, s3, settings, teardown
+from tests.cluster import images, packages, s3, settings, teardown
 from tests.cluster.api import Api
 from tests.cluster.binaries import Binaries, ensure_binaries
 from tests.cluster.controlplane import SERVER, ControlPlane
 from tests.cluster.images import Images
+from tests.cluster.network import Network
 from tests.cluster.nodes import Nodes, kubelet_name, stop_containers
 from tests.cluster.processes import ProcessTable
 from tests.cluster.report import say, step, wait_until
@@ -128,7 +129,7 @@ class Cluster:
             log.unlink()
         plane = ControlPlane(self.places, self.binaries, self.processes)
         with step("network namespace"):
-            network.create()
+            Network(self.places).create()
         with step("etcd and API server"):
             self._start_s3()
             api = plane.start_api()
@@ -150,7 +151,7 @@ class Cluster:
         command = s3.weed_command(
             s3.weed_program(), folder, settings.GATEWAY, settings.S3_PORT, S3_INNER_PORTS
         )
-        self.processes.start(S3_PROCESS, network.inside(command), self.places.logs / "s3.log")
+        self.processes.start(S3_PROCESS, Network(self.places).inside(command), self.places.logs / "s3.log")
 
     def _wait_ready(self, api: Api, names: list[str]) -> None:
         for name in names:

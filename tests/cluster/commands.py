@@ -103,6 +103,7 @@ def kubelet_command(program: Path, places: Places, node: str, kubeconfig: Path) 
         f"--config={places.node_data(node)}/kubelet.yaml",
         f"--kubeconfig={kubeconfig}",
         f"--root-dir={places.node_data(node)}/kubelet",
+        f"--cert-dir={places.node_data(node)}/kubelet-pki",
         f"--hostname-override={node}",
         f"--node-ip={settings.GATEWAY}",
         "--v=1",

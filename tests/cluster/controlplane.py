@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.cluster import commands, configs, settings
 from tests.cluster.api import Api
 from tests.cluster.binaries import Binaries
-from tests.cluster.network import inside
+from tests.cluster.network import Network
 from tests.cluster.pki import (
     ADMIN,
     CONTROLLER_MANAGER,
@@ -42,6 +42,7 @@ class ControlPlane:
         self.binaries = binaries
         self.processes = processes
         self.pki = Pki(places.pki)
+        self.network = Network(places)
 
     def kubeconfig_of(self, identity: Identity, name: str) -> Path:
         """Writes and returns the kubeconfig of a component."""
@@ -95,7 +96,7 @@ class ControlPlane:
         return self.binaries.program(name)
 
     def _start(self, name: str, command: list[str]) -> None:
-        self.processes.start(name, inside(command), self.places.logs / f"{name}.log")
+        self.processes.start(name, self.network.inside(command), self.places.logs / f"{name}.log")
 
     def _exited(self, name: str) -> str | None:
         return self.processes.require_alive(name)

@@ -15,73 +15,73 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tests.cluster import settings
-from tests.cluster.settings import ClusterError
+from tests.cluster.settings import ClusterError, Places
 
-NAMESPACE_FILE = Path("/run/netns") / settings.NETWORK_NAMESPACE
 OWN_INTERFACES = frozenset({settings.HOST_LINK, settings.INNER_LINK, settings.BRIDGE})
 
 
-def inside(command: list[str]) -> list[str]:
-    """A command to run inside the namespace.
+class Network:
+    """The network namespace of one cluster, held by a file in its run folder.
 
-    Not `ip netns exec`: that mounts a /sys of its own, without the control groups that kubelets and runc need.
+    `ip netns` is not used: it leaves a mount at /run/netns behind, and `ip netns exec` hides the control groups that
+    kubelets and runc need behind a /sys of its own.
     """
-    nsenter = shutil.which("nsenter") or "nsenter"
-    return [nsenter, f"--net={NAMESPACE_FILE}", "--", *command]
 
+    def __init__(self, places: Places) -> None:
+        self.file = places.run / "network-namespace"
 
-def setup_commands() -> list[list[str]]:
-    """What creates the namespace and its links, in order."""
-    namespace, host, inner, bridge = (
-        settings.NETWORK_NAMESPACE,
-        settings.HOST_LINK,
-        settings.INNER_LINK,
-        settings.BRIDGE,
-    )
-    plan = [
-        f"ip netns add {namespace}",
-        f"ip link add {host} type veth peer name {inner} netns {namespace}",
-        f"ip address add {settings.HOST_ADDRESS}/30 dev {host}",
-        f"ip link set {host} up",
-        f"ip -n {namespace} link set lo up",
-        f"ip -n {namespace} address add {settings.INNER_ADDRESS}/30 dev {inner}",
-        f"ip -n {namespace} link set {inner} up",
-        f"ip -n {namespace} link add {bridge} type bridge",
-        f"ip -n {namespace} address add {settings.GATEWAY}/16 dev {bridge}",
-        f"ip -n {namespace} link set {bridge} up",
-        f"ip -n {namespace} route add {settings.SERVICE_NETWORK} dev {bridge}",
-        f"ip route add {settings.POD_NETWORK} via {settings.INNER_ADDRESS}",
-        f"ip route add {settings.SERVICE_NETWORK} via {settings.INNER_ADDRESS}",
-    ]
-    return [line.split() for line in plan]
+    def inside(self, command: list[str]) -> list[str]:
+        """A command that runs inside the namespace; nsenter replaces itself by it, so the process id stays."""
+        return [shutil.which("nsenter") or "nsenter", f"--net={self.file}", "--", *command]
 
+    def exists(self) -> bool:
+        """Whether anything of it is there."""
+        return self.file.exists() or Path(f"/sys/class/net/{settings.HOST_LINK}").exists()
 
-def exists() -> bool:
-    """Whether the namespace is there."""
-    return NAMESPACE_FILE.exists()
+    def create(self) -> None:
+        """Makes the namespace, its links and routes.
 
+        Raises:
+            ClusterError: when another network of this machine uses the same addresses.
+        """
+        clashes = overlapping_routes(json.loads(_run(["ip", "-json", "route", "show"]) or "[]"))
+        if clashes:
+            raise ClusterError(
+                f"this machine already routes {', '.join(clashes)}; the cluster needs "
+                f"{settings.LINK_NETWORK}, {settings.POD_NETWORK} and {settings.SERVICE_NETWORK}"
+            )
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.touch()
+        _run(["unshare", f"--net={self.file}", "true"])
+        for command in self.setup_commands():
+            _run(command)
 
-def create() -> None:
-    """Makes the namespace, its links and routes.
+    def setup_commands(self) -> list[list[str]]:
+        """What gives the new namespace its links and routes, in order."""
+        host, inner, bridge = settings.HOST_LINK, settings.INNER_LINK, settings.BRIDGE
+        plan = [
+            (False, f"ip link add {host} type veth peer name {inner} netns {self.file}"),
+            (False, f"ip address add {settings.HOST_ADDRESS}/30 dev {host}"),
+            (False, f"ip link set {host} up"),
+            (True, "ip link set lo up"),
+            (True, f"ip address add {settings.INNER_ADDRESS}/30 dev {inner}"),
+            (True, f"ip link set {inner} up"),
+            (True, f"ip link add {bridge} type bridge"),
+            (True, f"ip address add {settings.GATEWAY}/16 dev {bridge}"),
+            (True, f"ip link set {bridge} up"),
+            # with kube-proxy down, a packet for a Service must end here
+            (True, f"ip route add {settings.SERVICE_NETWORK} dev {bridge}"),
+            (True, "sysctl -qw net.ipv4.ip_forward=1"),
+            (False, f"ip route add {settings.POD_NETWORK} via {settings.INNER_ADDRESS}"),
+            (False, f"ip route add {settings.SERVICE_NETWORK} via {settings.INNER_ADDRESS}"),
+        ]
+        return [self.inside(line.split()) if within else line.split() for within, line in plan]
 
-    Raises:
-        ClusterError: when another network of this machine uses the same addresses.
-    """
-    clashes = overlapping_routes(json.loads(_run(["ip", "-json", "route", "show"]) or "[]"))
-    if clashes:
-        raise ClusterError(
-            f"this machine already routes {', '.join(clashes)}; the cluster needs "
-            f"{settings.LINK_NETWORK}, {settings.POD_NETWORK} and {settings.SERVICE_NETWORK}"
-        )
-    for command in setup_commands():
-        _run(command)
-    _run(inside(["sysctl", "-qw", "net.ipv4.ip_forward=1"]))
-
-
-def remove() -> None:
-    """Removes the namespace and the host's end of the link; what is not there is no error."""
-    _run(["ip", "link", "delete", settings.HOST_LINK], check=False)
-    _run(["ip", "netns", "delete", settings.NETWORK_NAMESPACE], check=False)
+    def remove(self) -> None:
+        """Removes the namespace and the host's end of the link; what is not there is no error."""
+        _run(["ip", "link", "delete", settings.HOST_LINK], check=False)
+        _run(["umount", "--lazy", str(self.file)], check=False)
+        self.file.unlink(missing_ok=True)
 
 
 def overlapping_routes(routes: Iterable[dict[str, object]]) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import tempfile
 from pathlib import Path
@@ -14,10 +15,10 @@ from tests.cluster import commands, configs, oci, settings
 from tests.cluster.binaries import Binaries
 from tests.cluster.containerd import Containerd
 from tests.cluster.download import ARCHITECTURES
-from tests.cluster.network import inside
+from tests.cluster.network import Network
 from tests.cluster.packages import cni_plugins
 from tests.cluster.pki import Pki, node_identity
-from tests.cluster.processes import Recorded, ProcessTable, end_processes, start_ticks_of
+from tests.cluster.processes import ProcessTable, Recorded, end_processes, start_ticks_of
 from tests.cluster.report import wait_until
 from tests.cluster.settings import ClusterError, Places
 
@@ -40,6 +41,7 @@ class Nodes:
         self.binaries = binaries
         self.processes = processes
         self.server = server
+        self.network = Network(places)
 
     def start(self, node: str) -> None:
         """Starts a node's containerd and kubelet; returns when both run, not yet when the node is Ready."""
@@ -70,7 +72,7 @@ class Nodes:
         self.places.node_store(node).mkdir(parents=True, exist_ok=True)
         name = containerd_name(node)
         command = ["containerd", "-c", str(data / "containerd.toml")]
-        self.processes.start(name, inside(command), self.places.logs / f"{name}.log")
+        self.processes.start(name, self.network.inside(command), self.places.logs / f"{name}.log")
         containerd = Containerd(self.places.containerd_socket(node))
         wait_until(f"{name}", containerd.is_serving, 60, 0.1, lambda: self.processes.require_alive(name))
         return containerd
@@ -87,7 +89,7 @@ class Nodes:
         )
         command = commands.kubelet_command(self.binaries.program("kubelet"), self.places, node, kubeconfig)
         name = kubelet_name(node)
-        self.processes.start(name, inside(command), self.places.logs / f"{name}.log")
+        self.processes.start(name, self.network.inside(command), self.places.logs / f"{name}.log")
 
     def _load_tools(self, node: str) -> None:
         """Imports the pause container's image, which is also the tests' tool box, once per node store."""
@@ -108,23 +110,19 @@ def tools_image() -> tuple[oci.Image, bytes]:
     """The tool box image made of this machine's own busybox, and its layer."""
     program = shutil.which("busybox")
     if program is None:
-        raise ClusterError("busybox not found; the pause container is made of it (Debian package: busybox-static)")
+        raise ClusterError("busybox not found; the pause container is made of it (Debian package: busybox)")
     applets = subprocess.run([program, "--list"], capture_output=True, text=True, check=True).stdout.split()
     files = {"/bin/busybox": Path(program).read_bytes()}
-    cached = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
-    for library in name_resolution_libraries(cached):
+    linked = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
+    for library in linked_libraries(linked):
         files[library] = Path(library).read_bytes()
     return oci.busybox_image(files, applets, ARCHITECTURES[platform.machine().lower()])
 
 
-def name_resolution_libraries(cached: str) -> list[str]:
-    """The paths, in the output of `ldconfig -p`, of what glibc loads to resolve a host name.
-
-    A statically linked busybox loads them too, at run time, and crashes where they are not.
-    """
-    wanted = re.compile(r"^\s*(ld-linux\S*|libc|libm|libresolv|libnss_dns|libnss_files)\.so\.\d+ .*=> (\S+)$")
-    found = {match.group(1): match.group(2) for line in cached.splitlines()[::-1] if (match := wanted.match(line))}
-    return sorted(found.values())
+def linked_libraries(listing: str) -> list[str]:
+    """The library paths in the output of `ldd`; none for a program that needs none."""
+    found = re.findall(r"(?:=> )?(/\S+) \(0x[0-9a-f]+\)", listing)
+    return sorted(set(found))
 
 
 def container_processes(state: Path) -> list[Recorded]:
@@ -150,22 +148,17 @@ def container_processes(state: Path) -> list[Recorded]:
 def stop_containers(places: Places, node: str) -> None:
     """Kills a node's containers and forgets them while their containerd can still be asked to."""
     end_processes(container_processes(places.node_run(node) / "state"), grace_seconds=0)
-    socket = places.containerd_socket(node)
-    if not socket.exists():
-        return
-    containerd = Containerd(socket)
-    if _answers(socket):
-        containerd.forget_containers()
+    address = places.containerd_socket(node)
+    if is_listened_on(address):
+        Containerd(address).forget_containers()
 
 
-def _answers(socket: Path) -> bool:
+def is_listened_on(path: Path) -> bool:
     """Whether somebody listens on a socket file; `ctr` would wait ten seconds to find out."""
-    import socket as sockets
-
-    with sockets.socket(sockets.AF_UNIX) as connection:
+    with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(1)
         try:
-            connection.connect(os.fspath(socket))
+            connection.connect(os.fspath(path))
         except OSError:
             return False
     return True

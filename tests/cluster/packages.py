@@ -23,7 +23,7 @@ PACKAGE_OF_PROGRAM = {
     "sysctl": "procps",
     "mount": "mount",
     "openssl": "openssl",
-    "busybox": "busybox-static",
+    "busybox": "busybox",
 }
 BUILD_PROGRAMS = {"buildah": "buildah", "debootstrap": "debootstrap", "crun": "crun"}
 CNI_FOLDERS = (Path("/usr/lib/cni"), Path("/opt/cni/bin"))

@@ -15,7 +15,6 @@ HELM_VERSION = "v3.22.0"
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 
-NETWORK_NAMESPACE = "lora-cluster"
 HOST_LINK = "lora-host"
 INNER_LINK = "lora-inner"
 BRIDGE = "lora-pods"

@@ -10,16 +10,33 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
-from tests.cluster import configs, network
-from tests.cluster.nodes import containerd_name, kubelet_name, stop_containers
+from tests.cluster.network import Network
+from tests.cluster.nodes import containerd_name, is_listened_on, kubelet_name, stop_containers
 from tests.cluster.processes import ProcessTable
 from tests.cluster.settings import ClusterError, Places
 
 CNI_RESULTS = Path("/var/lib/cni/results")
 CONTAINER_LOG_LINKS = Path("/var/log/containers")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
+# this path is fixed in the kubelet
+DEVICE_PLUGIN_SOCKET = Path("/var/lib/kubelet/device-plugins/kubelet.sock")
+EMPTY_FOLDERS = tuple(
+    Path(text)
+    for text in (
+        "/var/lib/kubelet/device-plugins",
+        "/var/lib/kubelet",
+        "/var/lib/cni/results",
+        "/var/lib/cni",
+        "/var/log/containers",
+        "/run/containerd/runc/k8s.io",
+        "/run/containerd/runc",
+        "/run/containerd/s",
+        "/run/containerd",
+    )
+)
 
 
 def leftovers(places: Places, processes: ProcessTable) -> list[str]:
@@ -27,7 +44,7 @@ def leftovers(places: Places, processes: ProcessTable) -> list[str]:
     found = [f"process {name} ({entry.pid})" for name, entry in processes.alive().items()]
     found += [f"process {pid}" for pid in processes.marked() if f"({pid})" not in " ".join(found)]
     found += [f"mount {mount}" for mount in _mounts(places)]
-    if network.exists():
+    if Network(places).exists():
         found.append("network namespace")
     return found
 
@@ -53,9 +70,9 @@ def remove_cluster(places: Places, processes: ProcessTable) -> None:
     processes.stop([entry.name for entry in processes.recorded()], grace_seconds=0)
     processes.sweep()
     _unmount(places)
-    network.remove()
-    _remove_folders(places)
+    Network(places).remove()
     _remove_traces_elsewhere(places)
+    _remove_folders(places)
 
 
 def mounts_below(mountinfo: str, folders: Iterable[Path]) -> list[str]:
@@ -101,10 +118,24 @@ def _remove(path: Path) -> None:
 
 def _remove_traces_elsewhere(places: Places) -> None:
     """Removes what kubelets, the network plugins and runc wrote at fixed places, and only what is ours of it."""
-    for result in CNI_RESULTS.glob(f"{configs.POD_NETWORK_NAME}-*"):
-        result.unlink(missing_ok=True)
+    sandboxes = sandbox_ids(places)
+    for result in CNI_RESULTS.glob("*"):
+        if any(identifier in result.name for identifier in sandboxes):
+            result.unlink(missing_ok=True)
     for link in CONTAINER_LOG_LINKS.glob("*.log"):
         if link.is_symlink() and str(link.readlink()).startswith(f"{places.data}/"):
             link.unlink(missing_ok=True)
+    if not is_listened_on(DEVICE_PLUGIN_SOCKET):
+        DEVICE_PLUGIN_SOCKET.unlink(missing_ok=True)
+    for folder in (*CONTROL_GROUPS.glob("*/k8s.io"), CONTROL_GROUPS / "k8s.io", *EMPTY_FOLDERS):
+        # only empty folders go: what another Kubernetes on this machine uses is not empty
+        with suppress(OSError):
+            folder.rmdir()
 
 
+def sandbox_ids(places: Places) -> set[str]:
+    """The ids of the pods that containerd still has a folder of."""
+    pattern = "io.containerd.grpc.v1.cri/sandboxes/*"
+    running = places.run.glob(f"node-*/state/{pattern}")
+    stored = (places.cache / "nodes").glob(f"node-*/{pattern}")
+    return {path.name for path in (*running, *stored)}

@@ -49,6 +49,7 @@ def begin(store: Store, run: RunConfig) -> tuple[Beginning, Fence | None, Checkp
     fence = Fence.raise_up(store, run.attempt)
     if owner is None or owner.uid != run.uid:
         write_run_file(store, run)
+        check_owner(read_run_file(store), run, store.location)  # another job may have done the same just now
     newest, rejected = checkpoint.newest(store)
     if newest is not None:
         check_config(newest, run)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from lora_trainer.families.base import BaseModel
@@ -78,8 +78,9 @@ def _write(tensors: dict[str, Tensor], target: Path, header: dict[str, str]) -> 
     handle, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
     os.close(handle)
     try:
-        save_file(tensors, scratch, metadata=header)
-        with Path(scratch).open("rb") as file:
+        with Path(scratch).open("wb") as file:
+            file.write(_sorted_header(save(tensors, metadata=header)))
+            file.flush()
             os.fsync(file.fileno())
         Path(scratch).chmod(0o644)
         Path(scratch).replace(target)
@@ -87,6 +88,16 @@ def _write(tensors: dict[str, Tensor], target: Path, header: dict[str, str]) -> 
         Path(scratch).unlink(missing_ok=True)
         raise
     return target
+
+
+def _sorted_header(data: bytes) -> bytes:
+    """The same safetensors file with its metadata in the order of names: the library's order differs at every call."""
+    size_bytes = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size_bytes])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text + data[8 + size_bytes :]
 
 
 def load_into_pipeline(pipe: Any, file: Path, *, name: str = "adapter") -> int:

@@ -16,7 +16,7 @@ from lora_api.profile import PROFILE_PLURAL
 from lora_operator.adapters.kube_api import MERGE_PATCH, KubeApi, path
 from lora_operator.adapters.kube_events import EventRecorder
 from lora_operator.core.views import Event, JobKey, Manifest
-from lora_operator.ports import Clock, ClusterError
+from lora_operator.ports import Clock, ClusterError, RefusedError
 
 _FROM_CACHE = {"resourceVersion": "0"}
 _BATCH = "batch/v1"
@@ -99,6 +99,8 @@ class KubeCluster:
         # 409 also says that a quota was just being counted: that is worth another try
         if answer.code == 409 and answer.reason == "AlreadyExists":
             return False
+        if answer.code == 404:  # the namespace is gone
+            raise RefusedError(answer.message)
         answer.require_ok()
         return True
 

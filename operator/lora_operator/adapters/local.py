@@ -7,6 +7,7 @@ The reconciler can't tell it from Kubernetes. Objects are plain manifests that l
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import uuid
@@ -29,7 +30,7 @@ from lora_operator.adapters.local_jobs import (
 from lora_operator.adapters.local_pods import Machine, PodProcess, free_port
 from lora_operator.adapters.local_state import LocalState, Objects
 from lora_operator.core.times import format_time
-from lora_operator.core.views import Event, JobKey, Manifest
+from lora_operator.core.views import Event, EventType, JobKey, Manifest
 from lora_operator.ports import Clock, RefusedError
 
 _NOT_STARTED = 128  # exit code of a container that could not be created
@@ -42,6 +43,7 @@ class LocalCluster:
         self,
         state: LocalState,
         objects: Objects,
+        *,
         profile: Manifest,
         clock: Clock,
         machine: Machine,
@@ -137,10 +139,8 @@ class LocalCluster:
     async def emit(self, job: Manifest, event: Event) -> None:  # noqa: ARG002 - there is one job
         """Adds the event to the job's events and shows it."""
         entry = {"time": self._now(), "type": str(event.type), "reason": event.reason, "message": event.message}
-        try:
+        with contextlib.suppress(OSError):  # news, not state
             self._state.append_event(entry)
-        except OSError:  # news, not state
-            pass
         self._on_event(event)
 
     # what a person or a scheduler does ----------------------------------------------------------------------------
@@ -173,6 +173,11 @@ class LocalCluster:
         self._save()
         return len(victims)
 
+    def stop(self) -> None:
+        """SIGTERM to all pods, as when the machine is shut down; they stay in the API as they end."""
+        for process in self._processes.values():
+            process.stop()
+
     def kill(self) -> None:
         """SIGKILL to all pods."""
         for process in self._processes.values():
@@ -203,7 +208,9 @@ class LocalCluster:
             if not decision.stop_pods:
                 set_condition(job, "Failed", *decision.failure, self._now())
         if decision.complete:
-            set_condition(job, "Complete", "CompletionsReached", "Reached expected number of succeeded pods", self._now())
+            set_condition(
+                job, "Complete", "CompletionsReached", "Reached expected number of succeeded pods", self._now()
+            )
             job["status"]["completionTime"] = self._now()
         count_status(job, self._pods_of(job))
         self._touch(job)
@@ -289,7 +296,11 @@ class LocalCluster:
         return format_time(self._clock.now())
 
     def _save(self) -> None:
-        self._state.save(Objects(self._job, list(self._children.values()), list(self._pods.values())))
+        try:
+            self._state.save(Objects(self._job, list(self._children.values()), list(self._pods.values())))
+        except OSError as error:
+            text = f"{error.filename}: can't be written: {error.strerror}; another call may not know how this one ended"
+            self._on_event(Event(EventType.WARNING, "StateNotSaved", text))
         self.changed.set()
 
 

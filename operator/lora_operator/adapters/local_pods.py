@@ -78,6 +78,7 @@ def prepare(pod: Manifest, folder: Path, machine: Machine) -> Launch:
     Raises:
         OSError: When a volume can't be written.
     """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     container = container_of(pod)
     places = _make_volumes(pod, container, folder, machine)
     log = folder / TERMINATION_LOG
@@ -177,9 +178,7 @@ def _program(command: list[str]) -> list[str]:
     return [str(beside), *command[1:]] if "/" not in first and beside.exists() else command
 
 
-def _environment(
-    values: dict[str, str], pod: Manifest, container: dict[str, Any], machine: Machine
-) -> dict[str, str]:
+def _environment(values: dict[str, str], pod: Manifest, container: dict[str, Any], machine: Machine) -> dict[str, str]:
     """The user's environment without their keys (the trainer gets a mounted Secret), then the pod's own."""
     inherited = {name: text for name, text in os.environ.items() if not _SECRET_VARIABLES.match(name)}
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(machine.port)}
@@ -204,12 +203,10 @@ class PodProcess:
     @classmethod
     async def start(cls, pod: Manifest, folder: Path, log: Path, machine: Machine) -> PodProcess:
         """Starts the pod's command below `folder`; output goes to `log`. Raises OSError."""
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        log.parent.mkdir(parents=True, exist_ok=True)
         launch = prepare(pod, folder, machine)
         grace = str(pod["spec"].get("terminationGracePeriodSeconds", 30))
         shim = [sys.executable, "-I", "-S", str(Path(local_shim.__file__)), str(folder / RECORD), grace]
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        output = _open_log(log)
         try:
             process = await asyncio.create_subprocess_exec(
                 *shim,
@@ -251,6 +248,11 @@ class PodProcess:
         if not message and failed and self._launch.falls_back_to_log:
             return _tail(self._log, _FALLBACK_LIMIT_BYTES)
         return message
+
+
+def _open_log(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
 def _tail(path: Path, limit_bytes: int) -> str:

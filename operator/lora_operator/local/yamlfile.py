@@ -78,7 +78,8 @@ def read_documents(name: str) -> list[Document]:
     several = len(values) > 1
     shown = "stdin" if name == "-" else name
     return [
-        Document(f"{shown}#{number}" if several else shown, value, folder) for number, value in enumerate(values, start=1)
+        Document(f"{shown}#{number}" if several else shown, value, folder)
+        for number, value in enumerate(values, start=1)
     ]
 
 

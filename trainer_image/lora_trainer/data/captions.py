@@ -30,12 +30,15 @@ def read_caption(path: Path | None, default: str) -> str:
     return text.strip() or default
 
 
+def fill_trigger(text: str, trigger: str | None) -> str:
+    """The text with the trigger word in place of `[trigger]`; without a trigger word the mark vanishes."""
+    return text.replace(TRIGGER_MARK, trigger or "").strip()
+
+
 def with_trigger(text: str, trigger: str | None) -> str:
     """The text with `[trigger]` replaced, and the trigger word in front if it is not there at all."""
-    if not trigger:
-        return text
-    text = text.replace(TRIGGER_MARK, trigger)
-    if trigger in text:
+    text = fill_trigger(text, trigger)
+    if not trigger or trigger in text:
         return text
     return f"{trigger}, {text}" if text else trigger
 

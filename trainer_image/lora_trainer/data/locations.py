@@ -45,7 +45,14 @@ def store_of(bucket: str, run: RunConfig, field: str) -> StoreSpec:
 
 
 def local_folder(
-    location: str, field: str, run: RunConfig, *, cache: Path, credentials: Credentials | None, report: Report
+    location: str,
+    field: str,
+    run: RunConfig,
+    *,
+    cache: Path,
+    credentials: Credentials | None,
+    report: Report,
+    download: bool = True,
 ) -> Path:
     """The folder for a location of the configuration; an S3 prefix is copied into the cache first.
 
@@ -56,6 +63,7 @@ def local_folder(
         cache: Folder for copies.
         credentials: Of the S3 stores.
         report: Told what is being done.
+        download: False when another process of this node has just done so.
 
     Raises:
         ConfigurationError: When no store reaches the bucket.
@@ -66,10 +74,9 @@ def local_folder(
         return Path(location).expanduser()
     bucket, prefix = split_uri(location)
     spec = store_of(bucket, run, field)
-    store = RetryingStore(open_bucket(spec, bucket, prefix, credentials))
     name = hashlib.sha256(f"{spec.endpoint}|{bucket}|{prefix}".encode()).hexdigest()[:16]
     folder = cache / "s3" / bucket / name
-    if not mirror(store, folder, report):
+    if download and not mirror(RetryingStore(open_bucket(spec, bucket, prefix, credentials)), folder, report):
         raise DataError(f"{field}: nothing lies under {location} at {spec.endpoint}")
     return folder
 

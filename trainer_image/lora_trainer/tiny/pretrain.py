@@ -49,7 +49,8 @@ def _clouds(count: int, side: int, generator: torch.Generator) -> Tensor:
     grey = shaped.mean(1, keepdim=True) * 1.7
     level = torch.randn(count, 3, 1, 1, generator=generator) * 0.3
     strength = 0.15 + 0.45 * torch.rand(count, 1, 1, 1, generator=generator)
-    return level + strength * (0.75 * grey + 0.45 * shaped)
+    result: Tensor = level + strength * (0.75 * grey + 0.45 * shaped)
+    return result
 
 
 def _paint_shape(picture: Tensor, grid_1S: Tensor, generator: torch.Generator) -> None:
@@ -92,7 +93,7 @@ def train_vae(steps: int = STEPS, seed: int = 0) -> nn.Module:
 def save_vae(vae: nn.Module, path: Path) -> None:
     """Writes the weights in fp16, with mean and variance of each latent channel."""
     pictures = synthetic_pictures(256, SIDE, torch.Generator().manual_seed(1))
-    latents = torch.cat([vae.encode(part).latent_dist.mode() for part in pictures.split(16)])  # type: ignore[operator]
+    latents = torch.cat([vae.encode(part).latent_dist.mode() for part in torch.tensor_split(pictures, 16)])  # type: ignore[operator]
     tensors = {key: value.half().contiguous() for key, value in vae.state_dict().items()}
     tensors["latent_mean"] = latents.mean((0, 2, 3))
     tensors["latent_variance"] = latents.var((0, 2, 3))

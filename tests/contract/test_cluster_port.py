@@ -1,0 +1,415 @@
+"""One suite for the cluster port: the fake that unit tests use and the real adapter on a real API server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from lora_operator.adapters.clock import SystemClock
+from lora_operator.adapters.kube import KubeCluster
+from lora_operator.adapters.kube_api import KubeApi
+from lora_operator.core.views import Event, EventType, JobKey, Manifest
+from lora_operator.ports import Cluster, ClusterError, RefusedError
+from tests.cluster.apiserver import ApiServer
+from tests.cluster.report import wait_until
+from tests.contract.cluster_objects import (
+    NAMESPACE,
+    a_child,
+    a_companion,
+    a_job,
+    a_pod,
+    a_profile,
+    a_secret,
+    a_warning,
+    key_of,
+    labels_of,
+)
+from tests.contract.fake_cluster import FakeCluster
+
+CRDS = Path(__file__).resolve().parents[2] / "crds"
+PATHS = {
+    "LoRATrainingJob": "/apis/lora-operator.io/v1alpha1/{}loratrainingjobs",
+    "LoRATrainingProfile": "/apis/lora-operator.io/v1alpha1/loratrainingprofiles",
+    "Job": "/apis/batch/v1/{}jobs",
+    "Pod": "/api/v1/{}pods",
+    "Service": "/api/v1/{}services",
+    "ConfigMap": "/api/v1/{}configmaps",
+    "Secret": "/api/v1/{}secrets",
+    "Event": "/api/v1/{}events",
+}
+
+
+class World(Protocol):
+    """The cluster under test, and the hands of everybody else in it."""
+
+    cluster: Cluster
+    real: bool
+
+    def seed(self, manifest: Manifest) -> Manifest: ...
+    def fetch(self, kind: str, namespace: str, name: str) -> Manifest | None: ...
+    def remove(self, kind: str, namespace: str, name: str) -> None: ...
+
+
+class FakeWorld:
+    real = False
+
+    def __init__(self) -> None:
+        self.cluster = self.fake = FakeCluster()
+
+    def seed(self, manifest: Manifest) -> Manifest:
+        return self.fake.apply(manifest)
+
+    def fetch(self, kind: str, namespace: str, name: str) -> Manifest | None:
+        return self.fake.get(kind, namespace, name)
+
+    def remove(self, kind: str, namespace: str, name: str) -> None:
+        self.fake.delete(kind, namespace, name)
+
+
+class RealWorld:
+    real = True
+
+    def __init__(self, server: ApiServer, cluster: KubeCluster) -> None:
+        self.api, self.cluster = server.api, cluster
+
+    def path(self, kind: str, namespace: str, name: str = "") -> str:
+        collection = PATHS[kind].format(f"namespaces/{namespace}/" if namespace else "")
+        return f"{collection}/{name}" if name else collection
+
+    def ask(self, method: str, path: str, body: Any = None) -> Any:
+        code, answer = self.api.request(method, path, body)
+        assert code < 300, answer
+        return answer
+
+    def seed(self, manifest: Manifest) -> Manifest:
+        metadata = manifest["metadata"]
+        return self.ask("POST", self.path(manifest["kind"], metadata.get("namespace", "")), manifest)
+
+    def fetch(self, kind: str, namespace: str, name: str) -> Manifest | None:
+        return self.api.get(self.path(kind, namespace, name))
+
+    def remove(self, kind: str, namespace: str, name: str) -> None:
+        # a Job deleted without a policy would wait for a controller that is not here
+        self.ask(
+            "DELETE", self.path(kind, namespace, name), {"propagationPolicy": "Background", "gracePeriodSeconds": 0}
+        )
+
+    def wipe(self) -> None:
+        for kind, path in PATHS.items():
+            for namespace in (NAMESPACE, "team-b") if "{}" in path else ("",):
+                for item in self.ask("GET", self.path(kind, namespace))["items"]:
+                    self.remove(kind, namespace, item["metadata"]["name"])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    with ApiServer() as server:
+        for crd in sorted(CRDS.glob("*.yaml")):
+            server.kubectl("apply", "-f", str(crd))
+        server.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+        for name in (NAMESPACE, "team-b"):
+            server.kubectl("create", "namespace", name)
+        for path in ("loratrainingjobs", "loratrainingprofiles"):  # "storage is (re)initializing" until then
+            where = f"/apis/lora-operator.io/v1alpha1/{path}"
+            wait_until(path, lambda where=where: server.api.get(where) is not None, 30)
+        yield server
+
+
+@pytest.fixture(params=["fake", "kubernetes"])
+async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    if request.param == "fake":
+        yield FakeWorld()
+        return
+    server = request.getfixturevalue("server")
+    api = await KubeApi.connect(server.kubeconfig)
+    real = RealWorld(server, KubeCluster(api, SystemClock()))
+    yield real
+    await api.close()
+    real.wipe()
+
+
+async def test_a_job_is_read_as_it_is_and_as_none_when_it_is_not_there(world: World) -> None:
+    made = world.seed(a_job())
+    read = await world.cluster.read_job(key_of(made))
+    assert read is not None
+    assert (read["kind"], read["metadata"]["uid"]) == ("LoRATrainingJob", made["metadata"]["uid"])
+    assert await world.cluster.read_job(JobKey(NAMESPACE, "other")) is None
+
+
+async def test_a_profile_is_read_by_name(world: World) -> None:
+    world.seed(a_profile("gold"))
+    read = await world.cluster.read_profile("gold")
+    assert read is not None
+    assert read["spec"]["trainer"]["image"] == "lora-trainer:test"
+    assert await world.cluster.read_profile("silver") is None
+
+
+async def test_of_a_secret_only_the_keys_are_told(world: World) -> None:
+    world.seed(a_secret("store", accessKey="a", other="b"))
+    assert await world.cluster.secret_keys(NAMESPACE, "store") == {"accessKey", "other"}
+    assert await world.cluster.secret_keys("team-b", "store") is None
+
+
+async def test_children_and_pods_are_found_by_the_uid_of_their_job_in_its_namespace_only(world: World) -> None:
+    world.seed(a_child("mascot-1", "uid-1"))
+    world.seed(a_child("mascot-2", "uid-1"))
+    world.seed(a_child("other-1", "uid-2"))
+    world.seed(a_child("mascot-1", "uid-1", namespace="team-b"))
+    world.seed(a_pod("mascot-1-0-x", "uid-1", attempt=1))
+    world.seed(a_pod("mascot-2-0-x", "uid-1", attempt=2))
+    world.seed(a_pod("other-1-0-x", "uid-2"))
+    key = JobKey(NAMESPACE, "mascot")
+    children = await world.cluster.read_children(key, "uid-1")
+    pods = await world.cluster.read_pods(key, "uid-1")
+    assert sorted(child["metadata"]["name"] for child in children) == ["mascot-1", "mascot-2"]
+    assert {(child["apiVersion"], child["kind"]) for child in children} == {("batch/v1", "Job")}
+    assert sorted(pod["metadata"]["name"] for pod in pods) == ["mascot-1-0-x", "mascot-2-0-x"]
+    assert await world.cluster.read_children(key, "uid-3") == []
+
+
+async def test_a_child_is_read_by_name_whoever_owns_it(world: World) -> None:
+    foreign = a_child()
+    foreign["metadata"]["labels"] = {}
+    world.seed(foreign)
+    read = await world.cluster.read_child(NAMESPACE, "mascot-1")
+    assert read is not None
+    assert read["metadata"]["name"] == "mascot-1"
+    assert await world.cluster.read_child(NAMESPACE, "mascot-2") is None
+
+
+@pytest.mark.parametrize("manifest", [a_child(), a_companion("Service"), a_companion("ConfigMap")])
+async def test_an_object_is_created_once_and_its_second_creation_changes_nothing(
+    world: World, manifest: Manifest
+) -> None:
+    assert await world.cluster.create(manifest) is True
+    made = world.fetch(manifest["kind"], NAMESPACE, "mascot-1")
+    assert await world.cluster.create(manifest) is False
+    assert world.fetch(manifest["kind"], NAMESPACE, "mascot-1") == made
+
+
+async def test_deleting_a_child_takes_its_service_and_config_map_with_it(world: World) -> None:
+    for manifest in (a_companion("ConfigMap"), a_companion("Service"), a_child()):
+        await world.cluster.create(manifest)
+    job = world.fetch("Job", NAMESPACE, "mascot-1")
+    assert job is not None
+    await world.cluster.delete_child(NAMESPACE, "mascot-1", job["metadata"]["uid"])
+    for kind in ("Job", "Service", "ConfigMap"):
+        assert world.fetch(kind, NAMESPACE, "mascot-1") is None
+    # what is gone may be deleted again: the process may have died in between
+    await world.cluster.delete_child(NAMESPACE, "mascot-1", job["metadata"]["uid"])
+
+
+async def test_a_child_of_another_uid_stays_and_so_does_what_goes_with_it(world: World) -> None:
+    for manifest in (a_companion("ConfigMap"), a_companion("Service"), a_child()):
+        await world.cluster.create(manifest)
+    await world.cluster.delete_child(NAMESPACE, "mascot-1", "00000000-0000-0000-0000-0000000000ff")
+    for kind in ("Job", "Service", "ConfigMap"):
+        assert world.fetch(kind, NAMESPACE, "mascot-1") is not None
+
+
+async def test_leftovers_of_a_child_that_is_gone_are_deleted(world: World) -> None:
+    await world.cluster.create(a_companion("Service"))
+    await world.cluster.delete_child(NAMESPACE, "mascot-1", "uid-of-the-gone-child")
+    assert world.fetch("Service", NAMESPACE, "mascot-1") is None
+
+
+async def test_a_config_map_of_that_name_that_is_not_ours_stays(world: World) -> None:
+    foreign, another = a_companion("ConfigMap"), a_companion("Service", uid="uid-2")
+    foreign["metadata"]["labels"] = {"app": "theirs"}
+    world.seed(foreign)
+    world.seed(another)
+    await world.cluster.create(a_child())
+    job = world.fetch("Job", NAMESPACE, "mascot-1")
+    assert job is not None
+    await world.cluster.delete_child(NAMESPACE, "mascot-1", job["metadata"]["uid"])
+    assert world.fetch("ConfigMap", NAMESPACE, "mascot-1") is not None
+    assert world.fetch("Service", NAMESPACE, "mascot-1") is not None, "it has the label of another job"
+
+
+async def test_the_whole_status_is_replaced_and_nothing_else(world: World) -> None:
+    made = world.seed(a_job())
+    job = await world.cluster.read_job(key_of(made))
+    assert job is not None
+    assert await world.cluster.write_status(job, {"phase": "Pending", "attempt": 1, "childName": "mascot-1"})
+    job = await world.cluster.read_job(key_of(made))
+    assert job is not None
+    assert await world.cluster.write_status(job, {"phase": "Running", "attempt": 2})
+    job = await world.cluster.read_job(key_of(made))
+    assert job is not None
+    assert (job["status"]["phase"], job["status"]["attempt"]) == ("Running", 2)
+    assert "childName" not in job["status"]
+    assert job["spec"] == made["spec"]
+    assert job["metadata"]["generation"] == made["metadata"]["generation"]
+
+
+async def test_a_status_based_on_an_old_version_is_not_written(world: World) -> None:
+    made = world.seed(a_job())
+    old = await world.cluster.read_job(key_of(made))
+    assert old is not None
+    assert await world.cluster.write_status(old, {"attempt": 1}) is True
+    assert await world.cluster.write_status(old, {"attempt": 2}) is False
+    job = await world.cluster.read_job(key_of(made))
+    assert job is not None
+    assert job["status"]["attempt"] == 1
+
+
+async def test_a_status_of_a_job_that_is_gone_or_made_anew_is_not_written(world: World) -> None:
+    made = world.seed(a_job())
+    old = await world.cluster.read_job(key_of(made))
+    assert old is not None
+    world.remove("LoRATrainingJob", NAMESPACE, "mascot")
+    assert await world.cluster.write_status(old, {"attempt": 1}) is False
+    world.seed(a_job())
+    assert await world.cluster.write_status(old, {"attempt": 1}) is False
+    job = await world.cluster.read_job(key_of(made))
+    assert job is not None
+    assert not (job.get("status") or {}).get("attempt")
+
+
+async def test_finalizers_hold_a_job_until_they_are_taken_away(world: World) -> None:
+    made = world.seed(a_job())
+    job = await world.cluster.read_job(key_of(made))
+    assert job is not None
+    assert await world.cluster.write_finalizers(job, ("lora-operator.io/run-directory",)) is True
+    assert await world.cluster.write_finalizers(job, ()) is False, "it was written since"
+    world.remove("LoRATrainingJob", NAMESPACE, "mascot")
+    job = await world.cluster.read_job(key_of(made))
+    assert job is not None
+    assert job["metadata"]["deletionTimestamp"]
+    assert await world.cluster.write_finalizers(job, ()) is True
+    assert await world.cluster.read_job(key_of(made)) is None
+    assert await world.cluster.write_finalizers(job, ()) is False
+
+
+@pytest.mark.parametrize("pods", [1, 6])
+async def test_the_newest_warning_of_each_pod_is_told_in_the_order_asked(world: World, pods: int) -> None:
+    asked = [f"pod-{index}" for index in reversed(range(pods))]
+    for name in [*asked, "stranger"]:
+        world.seed(a_warning(name, "FailedMount", "secret not found", "2026-01-01T10:00:00Z"))
+        world.seed(a_warning(name, "FailedScheduling", f"no node for {name}", "2026-01-01T11:00:00Z"))
+    world.seed({**a_warning(asked[0], "Pulled", "fine", "2026-01-01T12:00:00Z"), "type": "Normal"})
+    texts = await world.cluster.read_warnings(NAMESPACE, [*asked, "silent"])
+    assert texts == [f"FailedScheduling: no node for {name}" for name in asked]
+
+
+async def test_emitting_never_raises_even_when_the_job_is_nonsense(world: World) -> None:
+    await world.cluster.emit(
+        {"apiVersion": "x", "kind": "y", "metadata": {"name": "n", "namespace": "no-such-namespace", "uid": "u"}},
+        Event(EventType.NORMAL, "Reason", "text"),
+    )
+
+
+# --- what only a real server can say
+
+
+@pytest.fixture
+async def real(server: ApiServer) -> AsyncIterator[RealWorld]:
+    api = await KubeApi.connect(server.kubeconfig)
+    world = RealWorld(server, KubeCluster(api, SystemClock(), instance="operator-0"))
+    yield world
+    await api.close()
+    world.wipe()
+
+
+async def test_a_sentence_said_again_raises_the_count_of_its_event(real: RealWorld) -> None:
+    job = real.seed(a_job())
+    for _ in range(3):
+        await real.cluster.emit(job, Event(EventType.WARNING, "Interrupted", "the node went away"))
+    await real.cluster.emit(job, Event(EventType.NORMAL, "Started", "attempt 2"))
+    events = real.ask("GET", real.path("Event", NAMESPACE))["items"]
+    assert sorted((event["reason"], event["count"], event["type"]) for event in events) == [
+        ("Interrupted", 3, "Warning"),
+        ("Started", 1, "Normal"),
+    ]
+    assert all(event["reportingComponent"] == "lora-operator" for event in events)
+    assert all(event["involvedObject"]["uid"] == job["metadata"]["uid"] for event in events)
+
+
+async def test_a_sentence_whose_event_has_expired_is_said_anew(real: RealWorld) -> None:
+    job, event = real.seed(a_job()), Event(EventType.NORMAL, "Started", "attempt 1")
+    await real.cluster.emit(job, event)
+    first = real.ask("GET", real.path("Event", NAMESPACE))["items"][0]
+    real.remove("Event", NAMESPACE, first["metadata"]["name"])
+    await real.cluster.emit(job, event)
+    again = real.ask("GET", real.path("Event", NAMESPACE))["items"]
+    assert [event["count"] for event in again] == [1]
+
+
+async def test_kubectl_describe_shows_the_events(real: RealWorld, server: ApiServer) -> None:
+    job = real.seed(a_job())
+    await real.cluster.emit(job, Event(EventType.NORMAL, "Started", "attempt 1"))
+    assert "attempt 1" in server.kubectl("describe", "ltj", "-n", NAMESPACE, "mascot")
+
+
+async def test_what_the_server_refuses_is_told_in_its_own_words(real: RealWorld) -> None:
+    child = a_child()
+    child["spec"]["completions"] = -1
+    with pytest.raises(RefusedError, match=r"spec\.completions.*must be greater than or equal to 0"):
+        await real.cluster.create(child)
+    with pytest.raises(RefusedError, match=r"namespaces .*nowhere.* not found"):
+        await real.cluster.create(a_child(namespace="nowhere"))
+
+
+async def test_a_refused_status_is_told_and_not_taken_for_a_conflict(real: RealWorld) -> None:
+    job = real.seed(a_job())
+    with pytest.raises(RefusedError, match=r"status\.phase"):
+        await real.cluster.write_status(job, {"phase": "Nonsense"})
+
+
+async def test_a_quota_that_is_exceeded_is_a_refusal(real: RealWorld) -> None:
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "none", "namespace": NAMESPACE},
+        "spec": {"hard": {"count/configmaps": "0"}},
+    }
+    where = f"/api/v1/namespaces/{NAMESPACE}/resourcequotas"
+    real.ask("POST", where, quota)
+    # the quota controller is not here: its first count is written in its place
+    made = real.ask("GET", f"{where}/none")
+    status = {"hard": quota["spec"]["hard"], "used": {"count/configmaps": "0"}}
+    real.ask("PUT", f"{where}/none/status", {**made, "status": status})
+    try:
+        with pytest.raises(RefusedError, match="exceeded quota"):
+            await real.cluster.create(a_companion("ConfigMap"))
+    finally:
+        real.ask("DELETE", f"{where}/none")
+
+
+async def test_lists_longer_than_a_page_are_complete(real: RealWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lora_operator.adapters.kube_api._PAGE_SIZE", 3)
+    for index in range(8):
+        real.seed(a_job(f"job-{index}"))
+    real.seed(a_job("elsewhere", namespace="team-b"))
+    names = [job["metadata"]["name"] async for job in real.cluster.list_jobs()]
+    assert sorted(names) == ["elsewhere", *(f"job-{index}" for index in range(8))]
+    assert [job["metadata"]["name"] async for job in real.cluster.list_jobs(["team-b"])] == ["elsewhere"]
+    assert {job["kind"] async for job in real.cluster.list_jobs(["team-b"])} == {"LoRATrainingJob"}
+
+
+async def test_a_server_that_hangs_is_an_error_within_the_time_limit(
+    real: RealWorld, server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import aiohttp
+
+    monkeypatch.setattr("lora_operator.adapters.kube_api._TIMEOUT", aiohttp.ClientTimeout(total=0.3))
+    monkeypatch.setattr("lora_operator.adapters.kube_api._READ_PAUSES", (0.05,))
+    server.pause()
+    try:
+        async with asyncio.timeout(5):
+            with pytest.raises(ClusterError, match="TimeoutError"):
+                await real.cluster.read_job(JobKey(NAMESPACE, "mascot"))
+    finally:
+        server.resume()
+
+
+async def test_all_resources_are_served_once_the_crds_are_installed(real: RealWorld) -> None:
+    assert await real.cluster.missing_resources() == frozenset()
+
+
+def test_the_labels_of_tests_are_those_that_lists_select() -> None:
+    assert labels_of("u")["lora-operator.io/job-uid"] == "u"

@@ -1,0 +1,54 @@
+"""Tiny models for the trainer's tests: made once for each run of pytest, never written to by a test."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: more threads make tiny models slower, not faster
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ARCHS = ("zimage", "flux2_klein_4b")
+
+
+@pytest.fixture(scope="session")
+def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`tiny_model_folder("zimage")`: a read-only tiny model of that family."""
+    root = tmp_path_factory.mktemp("tiny-models")
+
+    def folder(arch: str) -> Path:
+        from lora_trainer.tiny import make_tiny
+
+        return make_tiny(arch, root / arch)
+
+    return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def load_tiny(tiny_model_folder):
+    """`load_tiny("zimage")`: a freshly loaded base model, fp32 on the CPU."""
+    import torch
+
+    from lora_trainer.families import family_for
+
+    def load(arch: str, dtype: torch.dtype = torch.float32):
+        return family_for(arch).load(tiny_model_folder(arch), dtype=dtype, device=torch.device("cpu"))
+
+    return load
+
+
+@pytest.fixture(params=ARCHS)
+def arch(request: pytest.FixtureRequest) -> str:
+    """Each family in turn."""
+    return request.param

@@ -1,0 +1,197 @@
+"""From batch numbers to tensors on the device, prepared ahead in a thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from lora_trainer.data.cache import TensorCache, latents_key, text_key
+from lora_trainer.data.encode import pixels_of
+from lora_trainer.data.sampler import BatchOrder
+from lora_trainer.data.samples import Sample
+from lora_trainer.objective import draw, noisy
+
+if TYPE_CHECKING:
+    from lora_trainer.families.base import BaseModel, Conditioning
+
+_MEMORY_BYTES = 2 << 30
+_AHEAD = 3
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward and backward pass needs, on the device."""
+
+    x_t: Tensor  # (B, C, h, w) fp32
+    target: Tensor  # (B, C, h, w) fp32
+    sigma: Tensor  # (B,) fp32
+    conditioning: Conditioning
+    slot: int  # of its first sample, see objective.draw
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of each global batch that a rank trains."""
+
+    batch_size: int  # per rank
+    accumulation: int
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def global_batch(self) -> int:
+        """Samples in one forward pass over all ranks."""
+        return self.batch_size * self.world_size
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples in one update."""
+        return self.global_batch * self.accumulation
+
+
+class SampleReader:
+    """Latents and conditions of samples, from the cache or encoded now; the most recent stay in memory."""
+
+    def __init__(
+        self, samples: Sequence[Sample], model: BaseModel, cache: TensorCache, memory_bytes: int = _MEMORY_BYTES
+    ) -> None:
+        self._samples, self._model, self._cache = samples, model, cache
+        self._memory: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+        self._memory_bytes = memory_bytes
+        self._used_bytes = 0
+        self._keys = [latents_key(sample, model.latents_identity) for sample in samples]
+        self._text_keys = {
+            text: text_key(text, model.text_identity) for s in samples for text in (s.caption, s.dropped_caption)
+        }
+
+    def latents(self, number: int) -> Tensor:
+        """(C, h, w) fp32 on the CPU."""
+        sample = self._samples[number]
+        if not sample.cached:
+            return self._model.encode_pixels(pixels_of(sample))
+        return self._load(self._keys[number])["latents"]
+
+    def condition(self, number: int, drop: float) -> dict[str, Tensor]:
+        """The condition of a sample's caption, or of its dropped one when `drop` is below its rate."""
+        sample = self._samples[number]
+        text = sample.dropped_caption if drop < sample.dropout else sample.caption
+        return self._load(self._text_keys[text])
+
+    def _load(self, key: str) -> dict[str, Tensor]:
+        found = self._memory.get(key)
+        if found is not None:
+            self._memory.move_to_end(key)
+            return found
+        found = self._cache.load(key)
+        self._memory[key] = found
+        self._used_bytes += _bytes(found)
+        while self._used_bytes > self._memory_bytes and len(self._memory) > 1:
+            _, oldest = self._memory.popitem(last=False)
+            self._used_bytes -= _bytes(oldest)
+        return found
+
+
+class BatchMaker:
+    """Makes the micro-batches of any iteration: a pure function of its number, the data and the seed."""
+
+    def __init__(
+        self,
+        reader: SampleReader,
+        order: BatchOrder,
+        model: BaseModel,
+        share: Share,
+        *,
+        seed: int,
+        density: Literal["logit_normal", "uniform"],
+    ) -> None:
+        self._reader, self._order, self._model, self._share = reader, order, model, share
+        self._seed, self._density = seed, density
+
+    @torch.no_grad()
+    def make(self, iteration: int, micro: int) -> MicroBatch:
+        """This rank's part of the `micro`-th global batch of an iteration."""
+        share, model = self._share, self._model
+        numbers = self._order.batch(iteration * share.accumulation + micro)
+        first = micro * share.global_batch + share.rank * share.batch_size
+        mine = numbers[share.rank * share.batch_size : (share.rank + 1) * share.batch_size]
+        x0_BChw = torch.stack([self._reader.latents(number) for number in mine])
+        draws = [
+            draw(self._seed, iteration, first + place, tuple(x0_BChw.shape[1:]), self._density)
+            for place in range(len(mine))
+        ]
+        sigma_B = model.shift_sigma(torch.stack([each.u for each in draws]))
+        x_t_BChw, target_BChw = noisy(x0_BChw, torch.stack([each.noise for each in draws]), sigma_B)
+        conditions = [self._reader.condition(number, each.drop) for number, each in zip(mine, draws, strict=True)]
+        return MicroBatch(
+            x_t=self._to_device(x_t_BChw),
+            target=self._to_device(target_BChw),
+            sigma=self._to_device(sigma_B),
+            conditioning=model.collate(conditions),
+            slot=first,
+        )
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        device = self._model.device
+        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Prefetcher:
+    """Runs `make` ahead of the loop in one thread; an error there is raised here, at the batch it belongs to."""
+
+    def __init__(self, make: Callable[[int, int], MicroBatch], first_iteration: int, accumulation: int) -> None:
+        self._make, self._accumulation = make, accumulation
+        self._ready: queue.Queue[MicroBatch | BaseException] = queue.Queue(maxsize=_AHEAD)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(first_iteration,), name="prefetch", daemon=True)
+        self._thread.start()
+
+    def next(self) -> MicroBatch:
+        """The next micro-batch.
+
+        Raises:
+            Exception: What `make` raised.
+        """
+        item = self._ready.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._ended.set()
+        while self._thread.is_alive():
+            try:
+                self._ready.get_nowait()
+            except queue.Empty:
+                self._thread.join(timeout=0.01)
+
+    def _run(self, first_iteration: int) -> None:
+        for iteration, micro in _numbers(first_iteration, self._accumulation):
+            if self._ended.is_set():
+                return
+            try:
+                item: MicroBatch | BaseException = self._make(iteration, micro)
+            except BaseException as error:  # noqa: BLE001 - raised again in the loop
+                item = error
+            self._ready.put(item)
+            if isinstance(item, BaseException):
+                return
+
+
+def _numbers(first_iteration: int, accumulation: int) -> Iterator[tuple[int, int]]:
+    iteration = first_iteration
+    while True:
+        for micro in range(accumulation):
+            yield iteration, micro
+        iteration += 1
+
+
+def _bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())

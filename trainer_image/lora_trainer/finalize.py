@@ -1,0 +1,121 @@
+"""The end of a job: the adapter in its asked format, the samples, what it was made from; the manifest last."""
+
+from __future__ import annotations
+
+import json
+import platform
+import tempfile
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lora_api import layout
+from lora_api.config import SampleConfig
+from lora_api.run import FinalManifest, RunConfig, config_hash
+from lora_api.store import Store
+from lora_trainer import clock
+from lora_trainer.checkpoint import entry
+from lora_trainer.export import export_final
+from lora_trainer.fence import Fence
+from lora_trainer.prepare import Prepared
+from lora_trainer.runtime import TORCH_DTYPE
+from lora_trainer.sampling import draw_samples
+from lora_trainer.settings import Settings
+
+Report = Callable[[str], None]
+_PACKAGES = ("lora-operator", "torch", "diffusers", "transformers", "peft", "safetensors")
+
+
+def draw(prepared: Prepared, sample: SampleConfig, folder: Path, report: Report) -> list[Path]:
+    """One picture for each prompt, in `folder`; what `report` raises ends it between two pictures."""
+    total = len(prepared.conditions)
+    report(f"drawing sample 1/{total}")
+    return draw_samples(
+        prepared.model,
+        prepared.conditions,
+        prepared.negative if sample.guidance_scale > 0 else None,
+        folder,
+        width=sample.width,
+        height=sample.height,
+        steps=sample.sample_steps,
+        guidance_scale=sample.guidance_scale,
+        seed=sample.seed,
+        on_drawn=lambda drawn: report(f"drawing sample {min(drawn + 1, total)}/{total}"),
+    )
+
+
+def put_samples(prepared: Prepared, settings: Settings, store: Store, step: int, report: Report) -> None:
+    """Draws the samples of a step into the run directory."""
+    if not prepared.conditions:
+        return
+    with tempfile.TemporaryDirectory(prefix="lora-samples-") as scratch:
+        for path in draw(prepared, settings.sample, Path(scratch), report):
+            store.put(layout.samples_folder(step) + path.name, path)
+
+
+def finish(
+    prepared: Prepared, settings: Settings, run: RunConfig, *, store: Store, fence: Fence, step: int, report: Report
+) -> FinalManifest:
+    """Writes `final/`; the job has succeeded when this returns.
+
+    Raises:
+        FencedError: When a newer start exists; the manifest is not written then.
+        StoreError: When the store can't be used.
+    """
+    with tempfile.TemporaryDirectory(prefix="lora-final-") as scratch:
+        folder = Path(scratch)
+        report("exporting the adapter")
+        facts = facts_of(prepared, run, step)
+        header = {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
+        adapter = export_final(
+            prepared.model, prepared.adapter, folder, dtype=TORCH_DTYPE[run.config.save.dtype], metadata=header
+        )
+        (folder / "config.json").write_text(run.config.model_dump_json(indent=1))
+        (folder / "metadata.yaml").write_text(yaml.safe_dump(facts, sort_keys=False, allow_unicode=True))
+        drawn = draw(prepared, settings.sample, folder / "samples", report) if prepared.conditions else []
+        files = {path.name: path for path in (adapter, folder / "config.json", folder / "metadata.yaml")}
+        samples = {f"sample-{path.name}": path for path in drawn}
+        for number, (name, path) in enumerate((files | samples).items(), 1):
+            report(f"writing {number}/{len(files) + len(samples)} files")
+            store.put(layout.FINAL + name, path)
+        fence.check()
+        manifest = FinalManifest(
+            step=step,
+            start=fence.claim.start,
+            uid=run.uid,
+            config_hash=config_hash(run.config),
+            completed_at=clock.now(),
+            adapter=adapter.name,
+            samples=tuple(samples),
+            files=tuple(entry(name, path.read_bytes()) for name, path in (files | samples).items()),
+        )
+    store.put(layout.FINAL_MANIFEST, manifest.model_dump_json(by_alias=True).encode())
+    return manifest
+
+
+def facts_of(prepared: Prepared, run: RunConfig, step: int) -> dict[str, Any]:
+    """What an adapter was made from, as plain data."""
+    config = run.config
+    return {
+        "job": f"{run.namespace}/{run.job_name}",
+        "base_model": config.model.name_or_path,
+        "arch": str(config.model.arch),
+        "network": config.network.model_dump(mode="json"),
+        "trigger_word": config.trigger_word or "",
+        "dataset_digest": prepared.data_digest,
+        "samples": len(prepared.samples),
+        "steps": step,
+        "seed": config.train.seed,
+        "config_hash": config_hash(config),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

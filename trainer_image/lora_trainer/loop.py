@@ -1,0 +1,197 @@
+"""The training loop. Everything that is not a forward pass, a backward pass or an update lives elsewhere.
+
+Per iteration: accumulate gradients over micro-batches, agree with all ranks on loss, norm and wishes, update or skip.
+An update that would not be finite is skipped on every rank and its batch is not tried again, so `step` counts updates
+and `iteration` counts tries.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from lora_api.config import Precision, TrainerConfig
+from lora_trainer.control import ControlWatch
+from lora_trainer.data.stream import MicroBatch, Prefetcher
+from lora_trainer.errors import NotFiniteError
+from lora_trainer.objective import loss_of, seed_dropout
+from lora_trainer.reporting import Reporter
+from lora_trainer.runtime import Agreement, Group, autocast
+from lora_trainer.schedule import learning_rate
+from lora_trainer.settings import Settings
+from lora_trainer.state import TrainState
+from lora_trainer.stopping import StopRequest
+from lora_trainer.timing import PartTimer
+
+if TYPE_CHECKING:
+    from lora_trainer.families.base import BaseModel
+
+log = logging.getLogger(__name__)
+
+_SCALE_GROWTH_STEPS = 2000  # fp16: good updates before the loss scale is doubled
+_LEAST_SCALE = 1.0
+
+
+@dataclass
+class Loop:
+    """Trains from `state.step` to `settings.steps`.
+
+    Args:
+        config: What defines the run.
+        settings: What may change while it runs.
+        state: Counters; changed in place.
+        model: Base model whose `forward_module` holds the adapter.
+        optimizer: Over the adapter's parameters.
+        batches: Micro-batches in order.
+        group: All ranks.
+        stop: Set by signals.
+        reporter: Told about every update.
+        control: Newer settings, on rank 0.
+        after_step: Called with the step after each update: saves and samples when they are due.
+    """
+
+    config: TrainerConfig
+    settings: Settings
+    state: TrainState
+    model: BaseModel
+    optimizer: torch.optim.Optimizer
+    batches: Prefetcher
+    group: Group
+    stop: StopRequest
+    reporter: Reporter
+    control: ControlWatch | None = None
+    after_step: Callable[[int, Settings], None] = lambda step, settings: None  # noqa: ARG005 - does nothing
+    timer: PartTimer = field(default_factory=lambda: PartTimer(0))
+
+    def __post_init__(self) -> None:
+        self._parameters: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._scaled = self.config.train.dtype is Precision.FP16
+        self._dropout = self.config.network.type == "lora" and self.config.network.dropout > 0
+
+    def run(self) -> bool:
+        """Trains; returns False when it was asked to stop before the last step.
+
+        Raises:
+            NotFiniteError: When too many iterations in a row were not finite.
+            FencedError: When a newer start exists.
+        """
+        while self.state.step < self.settings.steps:
+            begin = time.perf_counter()
+            loss, norm = self._accumulate()
+            news = self.control is not None and self.control.newer_than(self.settings.generation) is not None
+            with self.timer.part("agree"):
+                agreed = self.group.agree(loss, norm, stop=self.stop.requested, news=news)
+            if agreed.finite:
+                self._update(agreed, norm, begin)
+            else:
+                self._skip(agreed)
+            if agreed.news:
+                self._take_over()
+            if self.reporter.fenced is not None:
+                raise self.reporter.fenced
+            if agreed.stop:
+                return False
+        return True
+
+    def _accumulate(self) -> tuple[Tensor, Tensor]:
+        """Mean loss and gradient norm over all micro-batches of an iteration, both () fp32 on the device."""
+        count = self.config.train.gradient_accumulation
+        losses = []
+        for micro in range(count):
+            with self.timer.part("data"):
+                batch = self.batches.next()
+            with self._without_sync() if micro < count - 1 else nullcontext():
+                losses.append(self._forward_backward(batch, count))
+        with self.timer.part("norm"):
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            if self._scaled:
+                torch._foreach_mul_(gradients, 1.0 / self.state.loss_scale)  # noqa: SLF001 - one kernel over all gradients
+            norm = get_total_norm(gradients, foreach=True)
+        return (losses[0] if count == 1 else torch.stack(losses).mean()), norm
+
+    def _forward_backward(self, batch: MicroBatch, count: int) -> Tensor:
+        if self._dropout:
+            seed_dropout(self.config.train.seed, self.state.iteration, batch.slot, self.model.device)
+        with self.timer.part("forward"), autocast(self.model.device, self.config.train.dtype):
+            velocity = self.model.velocity(batch.x_t, batch.sigma, batch.conditioning)
+            loss = loss_of(velocity, batch.target)
+        with self.timer.part("backward"):
+            factor = (self.state.loss_scale if self._scaled else 1.0) / count
+            (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _without_sync(self) -> Any:
+        module = self.model.forward_module
+        return module.no_sync() if self.group.world_size > 1 else nullcontext()  # type: ignore[operator]
+
+    def _update(self, agreed: Agreement, norm: Tensor, begin: float) -> None:
+        train, state = self.config.train, self.state
+        lr = learning_rate(
+            state.step, base=self.settings.lr, steps=self.settings.steps, warmup=train.warmup_steps, kind=train.lr_scheduler
+        )
+        with self.timer.part("optimizer"):
+            if 0 < train.max_grad_norm < agreed.grad_norm:
+                clip_grads_with_norm_(self._parameters, train.max_grad_norm, norm, foreach=True)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        state.step += 1
+        state.iteration += 1
+        state.nonfinite_in_a_row = 0
+        if self._scaled:
+            self._grow_scale()
+        self.reporter.stepped(
+            step=state.step, loss=agreed.loss, lr=lr, grad_norm=agreed.grad_norm, seconds=time.perf_counter() - begin
+        )
+        with self.timer.part("save"):
+            self.after_step(state.step, self.settings)
+        means = self.timer.report(state.step)
+        if means is not None and self.group.rank == 0:
+            self.reporter.line(step=state.step, milliseconds=means)
+            log.info("step %d took in ms: %s", state.step, "  ".join(f"{name} {value:g}" for name, value in means.items()))
+
+    def _skip(self, agreed: Agreement) -> None:
+        state = self.state
+        self.optimizer.zero_grad()
+        state.iteration += 1
+        if self._scaled and state.loss_scale > _LEAST_SCALE:  # gradients overflowed in fp16: expected, try a smaller scale
+            state.loss_scale, state.good_steps = state.loss_scale / 2, 0
+            return
+        state.nonfinite_in_a_row += 1
+        self.reporter.now.nonfinite_steps += 1
+        self.reporter.line(step=state.step, iteration=state.iteration, skipped="not finite")
+        log.warning(
+            "iteration %d skipped: loss %g, gradient norm %g (%d in a row)",
+            state.iteration, agreed.loss, agreed.grad_norm, state.nonfinite_in_a_row,
+        )  # fmt: skip
+        if state.nonfinite_in_a_row >= self.config.train.max_nonfinite_steps:
+            raise NotFiniteError(
+                f"the loss was not finite {state.nonfinite_in_a_row} times in a row after step {state.step} "
+                "(config.train.max_nonfinite_steps); a lower learning rate or dtype: bf16 usually helps"
+            )
+
+    def _grow_scale(self) -> None:
+        self.state.good_steps += 1
+        if self.state.good_steps >= _SCALE_GROWTH_STEPS:
+            self.state.loss_scale, self.state.good_steps = self.state.loss_scale * 2, 0
+
+    def _take_over(self) -> None:
+        """Every rank takes over rank 0's newest control document."""
+        newest = self.control.newer_than(self.settings.generation) if self.control is not None else None
+        document = self.group.broadcast(newest)
+        self.settings = self.settings.taking(document)
+        self.reporter.now.steps = self.settings.steps
+        self.reporter.line(step=self.state.step, control=document.model_dump(mode="json", by_alias=True))
+        log.info(
+            "from step %d on: steps %d, lr %g, save_every %d (generation %d)",
+            self.state.step, self.settings.steps, self.settings.lr, self.settings.save_every, self.settings.generation,
+        )  # fmt: skip

@@ -1,0 +1,151 @@
+"""Devices, number formats and the group of ranks: what has to be the same on one process and on many."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lora_api.config import Precision
+from lora_trainer.environment import Environment
+from lora_trainer.errors import ConfigurationError
+
+Value = TypeVar("Value")
+
+TORCH_DTYPE = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
+_COLLECTIVE_MINUTES = 15  # a rank that says nothing for so long is gone
+_WAIT_HOURS = 24  # rank 0 may encode, draw and export for long while the others wait
+_POLL_SECONDS = 0.02
+
+
+def device_for(wish: str, local_rank: int) -> torch.device:
+    """The device of a rank.
+
+    Args:
+        wish: `config.device`: auto, cuda or cpu.
+        local_rank: Number of the process on this node.
+
+    Raises:
+        ConfigurationError: When CUDA is asked for and not there, or has fewer devices than the node has processes.
+    """
+    count = torch.cuda.device_count() if wish in ("auto", "cuda") and torch.cuda.is_available() else 0
+    if wish == "cpu" or (wish == "auto" and count == 0):
+        return torch.device("cpu")
+    if local_rank >= count:
+        raise ConfigurationError(
+            f"config.device: {wish} needs a CUDA device for local rank {local_rank}, but this node shows {count}; "
+            "ask for GPUs (resources.gpusPerNode), or set device to cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
+    """The forward pass in a number format; adapters stay fp32 underneath."""
+    if precision is Precision.FP32:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=TORCH_DTYPE[precision])
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks know after an iteration: the same on each of them."""
+
+    loss: float  # mean over all samples
+    grad_norm: float
+    stop: bool  # some rank was asked to stop
+    news: bool  # rank 0 has a newer control document
+
+    @property
+    def finite(self) -> bool:
+        """Whether the update may be made."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+class Group:
+    """All ranks of a start. With one process every method is local."""
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self._patient: Any = None
+
+    @classmethod
+    def form(cls, environment: Environment, device: torch.device) -> Group:
+        """Joins the group that torchrun's variables describe: NCCL between GPUs, gloo between CPUs.
+
+        Raises:
+            torch.distributed.DistError: When the others can't be reached.
+        """
+        group = cls(environment.rank, environment.world_size, device)
+        if environment.world_size > 1:
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                timeout=datetime.timedelta(minutes=_COLLECTIVE_MINUTES),
+                device_id=device if device.type == "cuda" else None,
+            )
+            group._patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=_WAIT_HOURS))
+        return group
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """The module, with gradients averaged over ranks."""
+        if self.world_size == 1:
+            return module
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(
+            module, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+
+    def agree(self, loss: Tensor, grad_norm: Tensor, *, stop: bool, news: bool) -> Agreement:
+        """Makes one iteration's facts common to all ranks; the only wait for the device in an iteration.
+
+        Args:
+            loss: Mean loss of this rank, () fp32 on the device.
+            grad_norm: Norm of the averaged gradients, () fp32 on the device.
+            stop: Whether this process was asked to stop.
+            news: Whether this process has a newer control document.
+        """
+        if self.world_size == 1:
+            values = torch.stack((loss, grad_norm)).tolist()
+            return Agreement(values[0], values[1], stop, news)
+        facts = torch.stack((loss, grad_norm, loss.new_tensor(float(stop)), loss.new_tensor(float(news))))
+        dist.all_reduce(facts)
+        values = facts.tolist()
+        return Agreement(values[0] / self.world_size, values[1] / self.world_size, values[2] > 0, values[3] > 0)
+
+    def broadcast(self, value: Value | None) -> Value:
+        """Rank 0's value, on every rank; it has to be picklable."""
+        if self.world_size == 1:
+            assert value is not None
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0, group=self._patient)
+        return box[0]  # type: ignore[no-any-return]
+
+    def wait(self, check: Callable[[], None]) -> None:
+        """Waits until every rank is here; `check` is called meanwhile and may raise.
+
+        Raises:
+            RuntimeError: When another rank is gone.
+        """
+        if self.world_size == 1:
+            check()
+            return
+        work = dist.barrier(group=self._patient, async_op=True)
+        while not work.is_completed():
+            check()
+            time.sleep(_POLL_SECONDS)
+        work.wait()
+
+    def close(self) -> None:
+        """Leaves the group; only after a good end, it would wait for a broken one."""
+        if self.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,87 @@
+"""The state of a training run as files, and back, to the bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from lora_api.config import TrainConfig
+from lora_trainer.checkpoint import ADAPTER, OPTIMIZER, STATE
+
+if TYPE_CHECKING:
+    from lora_trainer.networks import Adapter
+
+_VERSION = 1
+
+
+@dataclass
+class TrainState:
+    """Counters of a run. `iteration` runs ahead of `step` by the updates that were skipped."""
+
+    step: int = 0  # updates done
+    iteration: int = 0  # passes through the loop: decides data and noise
+    nonfinite_in_a_row: int = 0
+    loss_scale: float = 65536.0  # fp16 only
+    good_steps: int = 0  # fp16 only: updates since the scale last changed
+
+
+def build_optimizer(parameters: list[torch.nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW over the adapter, in fp32."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=config.lr,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+        fused=True,  # one kernel over all parameters, on CPUs too
+    )
+
+
+def pack(adapter: Adapter, optimizer: torch.optim.Optimizer, state: TrainState, extra: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of a checkpoint.
+
+    Args:
+        adapter: Saved in fp32.
+        optimizer: Its state is named by the parameters' positions, which `Adapter.parameters` fixes.
+        state: Counters.
+        extra: Facts for people and for checks: settings in force, data digest, versions.
+    """
+    counters = {"version": _VERSION, **asdict(state), **extra}
+    return {
+        ADAPTER: save(adapter.state_dict(), metadata={"step": str(state.step)}),
+        OPTIMIZER: save(_flat(optimizer)),
+        STATE: json.dumps(counters, indent=1, sort_keys=True).encode(),
+    }
+
+
+def unpack(files: Mapping[str, bytes], adapter: Adapter, optimizer: torch.optim.Optimizer) -> TrainState:
+    """Puts a checkpoint's files into adapter and optimizer; returns the counters.
+
+    Raises:
+        ValueError: When they do not fit this adapter.
+    """
+    counters = json.loads(files[STATE])
+    if counters["version"] != _VERSION:
+        raise ValueError(f"{STATE}: version {counters['version']} found, {_VERSION} expected")
+    adapter.load_state_dict(load(files[ADAPTER]))
+    nested: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in load(files[OPTIMIZER]).items():
+        position, _, key = name.partition(".")
+        nested.setdefault(int(position), {})[key] = tensor
+    optimizer.load_state_dict({"state": nested, "param_groups": optimizer.state_dict()["param_groups"]})
+    return TrainState(**{name: counters[name] for name in asdict(TrainState())})
+
+
+def _flat(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state: dict[int, dict[str, Tensor]] = optimizer.state_dict()["state"]
+    return {
+        f"{position:05d}.{key}": tensor.detach().cpu().contiguous()
+        for position, values in state.items()
+        for key, tensor in values.items()
+    }
