@@ -27,7 +27,7 @@ $(READY): requirements/dev.txt requirements/bootstrap.txt pyproject.toml
 	@touch $@
 
 run: $(READY) ## Train a small LoRA on real photographs on this machine: preempted once, resumed, exported
-	@$(BIN)/python examples/quickstart/prepare.py $(RUNS)/quickstart-input
+	@$(BIN)/python examples/quickstart/prepare.py
 	@$(BIN)/lora-operator run examples/quickstart/job.yaml --store $(RUNS) --preempt-at 50
 
 test: $(READY) ## Everything: lint, verify, unit, contract, trainer, integration, end-to-end on a real cluster

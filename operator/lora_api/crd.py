@@ -25,7 +25,7 @@ _TOLERATION: Schema = {
         "operator": {
             "description": "How key and value are compared.",
             "type": "string",
-            "enum": ["Exists", "Equal", "Lt", "Gt"],
+            "enum": ["Exists", "Equal"],
         },
         "value": {"description": "Taint value.", "type": "string"},
         "effect": {
@@ -106,7 +106,9 @@ def profile_crd() -> dict[str, Any]:
     at(schema, ("spec", "trainer", "tolerations"))["items"] = _TOLERATION
     bound(at(schema, ("spec",)))
     cel.attach(schema, cel.PROFILE_RULES)
-    return _definition(PROFILE_KIND, PROFILE_PLURAL, short="ltp", scope="Cluster", schema=schema, columns=PROFILE_COLUMNS)
+    return _definition(
+        PROFILE_KIND, PROFILE_PLURAL, short="ltp", scope="Cluster", schema=schema, columns=PROFILE_COLUMNS
+    )
 
 
 def _root(schema: Schema, description: str) -> Schema:

@@ -28,7 +28,7 @@ class Problem:
         return f"{self.path}: {self.message}" if self.path else self.message
 
 
-class InvalidDocument(ValueError):
+class InvalidDocument(ValueError):  # noqa: N818 - reads as what it is wherever it is caught
     """Input that does not fit its type; `problems` has one entry for each place."""
 
     def __init__(self, problems: list[Problem]) -> None:

@@ -13,7 +13,7 @@ from lora_api.exit_codes import NEVER_RETRIED, ExitCode, reason_of
 from lora_api.job import API_VERSION, KIND
 from lora_api.patterns import PATTERN_WORDS
 from lora_api.profile import PROFILE_KIND
-from lora_api.schema import ITEMS, ONE_LINE, Path, Schema, at
+from lora_api.schema import ITEMS, MAX_LENGTH, ONE_LINE, Path, Schema, at
 
 Rows = list[tuple[str, ...]]
 
@@ -112,10 +112,10 @@ def default_of(name: str, node: Schema, parent: Schema) -> str:
     """What is taken when the field is left out; objects show theirs field by field, in their own section."""
     if name in parent.get("required", ()):
         return "required"
-    if "properties" in node:
-        return "see below"
     if "default" not in node:
         return "-"
+    if "properties" in node:
+        return "see below"
     return f"`{json.dumps(node['default'])}`"
 
 
@@ -130,9 +130,10 @@ def range_of(node: Schema) -> str:
         parts.append(_interval(node))
     if "multipleOf" in node:
         parts.append(f"multiple of {node['multipleOf']}")
-    if node.get("pattern", ONE_LINE) != ONE_LINE:
+    shaped = node.get("pattern", ONE_LINE) != ONE_LINE
+    if shaped:
         parts.append(PATTERN_WORDS.get(node["pattern"], f"`{node['pattern']}`"))
-    if "maxLength" in node:
+    if "maxLength" in node and not (shaped and node["maxLength"] == MAX_LENGTH):
         parts.append(_count(node.get("minLength", 0), node["maxLength"], "characters"))
     return ", ".join(parts) or "-"
 

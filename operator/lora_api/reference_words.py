@@ -36,17 +36,18 @@ the next attempt of each job. Endpoints and credentials come only from here, nev
 PHASES_INTRODUCTION = "For people only: the phase says in one word what the conditions say exactly."
 
 CONDITIONS: dict[ConditionType, str] = {
-    ConditionType.READY: "The job has succeeded. The kstatus summary: `kubectl wait --for=condition=Ready` ends with the job.",
-    ConditionType.RECONCILING: "The operator still works towards the end of the job, or waits for something to do so.",
-    ConditionType.STALLED: "The job goes no further without a person: invalid, failed, or something it needs is missing.",
-    ConditionType.ACCEPTED: "Manifest, profile, store and Secret fit together. False names each field that is wrong.",
-    ConditionType.QUEUED: "The attempt waits for admission or for devices.",
-    ConditionType.RUNNING: "The trainer reports progress.",
-    ConditionType.SUSPENDED: "The job is stopped on request (`runPolicy.suspend`) or by its queue; devices are free.",
+    ConditionType.READY: "The job has succeeded; kstatus takes it for current.",
+    ConditionType.RECONCILING: "The operator works towards the end of the job.",
+    ConditionType.STALLED: "Invalid or failed: nothing happens until a person does something.",
+    ConditionType.ACCEPTED: "Manifest, profile, store and Secret fit together. False names each field that is wrong; Unknown: "
+    "the store could not be asked.",
+    ConditionType.QUEUED: "The attempt waits for admission, or for its pods to start.",
+    ConditionType.RUNNING: "The trainer runs; `stage` says what it does.",
+    ConditionType.SUSPENDED: "Stopped on request (`runPolicy.suspend`) or by its queue; the devices are free.",
     ConditionType.INTERRUPTED: "The last attempt ended early and another one follows; the reason says why.",
-    ConditionType.SUCCEEDED: "The final adapter is committed in the run directory. Final.",
-    ConditionType.FAILED: "The job has ended without its adapter; reason and message say why. Final.",
-    ConditionType.CHECKPOINT_GC: "Retention keeps to `save.max_step_saves`. False quotes what keeps it from removing.",
+    ConditionType.SUCCEEDED: "The final adapter is committed in the run directory. For good.",
+    ConditionType.FAILED: "The job has ended without its adapter; reason and message say why. For good.",
+    ConditionType.CHECKPOINT_GC: "Checkpoints beyond `save.max_step_saves` are removed. False: the store can't be reached.",
 }
 
 PHASES: dict[Phase, str] = {
@@ -128,5 +129,17 @@ ENVIRONMENT: tuple[tuple[str, str, str, str], ...] = (
     ("LORA_GRACE_SECONDS", "trainer", "30", "Seconds between SIGTERM and SIGKILL."),
     ("LORA_HEARTBEAT_SECONDS", "trainer", "2", "Seconds between two heartbeats."),
     ("LORA_METRICS_PORT", "trainer", "0", "Port of `/metrics` for Prometheus; 0 is off."),
+    ("KUBECONFIG", "operator", "the pod's service account", "How to reach the API server, outside a cluster."),
+    ("POD_NAMESPACE", "operator", "the service account's", "Namespace of the operator's own Secrets."),
+    ("POD_NAME", "operator", "`lora-operator`", "Who an event says it comes from."),
+    (
+        "AWS_ACCESS_KEY_ID",
+        "command line",
+        "-",
+        "Access key of an S3 store; `MINIO_ACCESS_KEY` and `MINIO_ROOT_USER` do as well.",
+    ),
+    ("AWS_SECRET_ACCESS_KEY", "command line", "-", "Its secret key; or `MINIO_SECRET_KEY`, `MINIO_ROOT_PASSWORD`."),
+    ("XDG_CACHE_HOME", "command line", "`~/.cache`", "Where downloads and encoded pictures are kept."),
+    ("XDG_STATE_HOME", "command line", "`~/.local/state`", "Where runs into an S3 store are remembered."),
     ("SSL_CERT_FILE", "both", "-", "Certificates of the authorities to trust when talking to an S3 server over https."),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -83,7 +83,10 @@ def run(
 def validate(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="YAML or JSON; - reads standard input.")],
 ) -> None:
-    """Check manifests without a cluster: one line for each problem, exit code 0 or 1."""
+    """Check manifests without a cluster.
+
+    Prints one line for each problem; the exit code is 0 or 1.
+    """
     from lora_operator.local.validate import validate_files
 
     report = validate_files(files)
@@ -143,12 +146,16 @@ def logs(
         typer.echo(text, nl=False)
 
 
-@app.command()
-def serve() -> None:
-    """Run the operator in a cluster; this is what the chart's Deployment starts."""
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def serve(context: typer.Context) -> None:
+    """Run the operator in a cluster, as the chart does."""
     from lora_operator.serve import main as serve_main
 
-    raise typer.Exit(serve_main())
+    program = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    program.command()(serve_main)  # its options are its own
+    program(args=context.args, prog_name="lora-operator serve")
 
 
 @app.command()
@@ -174,7 +181,7 @@ def _view(*, plain: bool) -> View:
     return PlainView(console) if plain or not console.is_terminal else LiveView(console)
 
 
-def _fail(message: str) -> None:
+def _fail(message: str) -> NoReturn:
     typer.echo(message, err=True)
     raise typer.Exit(1)
 

@@ -53,9 +53,12 @@ def register(runtime: Runtime, login: Callable[[], Awaitable[kopf.ConnectionInfo
         runtime.saw_profile(name)
 
     @kopf.on.event("batch", "v1", "jobs", registry=registry)
-    @kopf.on.event("", "v1", "pods", registry=registry)
     async def child_seen(event: kopf.RawEvent, **_: Any) -> None:
         runtime.saw_child(dict(event["object"]))
+
+    @kopf.on.event("", "v1", "pods", registry=registry)
+    async def pod_seen(event: kopf.RawEvent, **_: Any) -> None:
+        runtime.saw_pod(dict(event["object"]))
 
     @kopf.on.probe(registry=registry, id="healthy", errors=kopf.ErrorsMode.PERMANENT)
     async def healthy(**_: Any) -> bool:

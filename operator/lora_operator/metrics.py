@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from importlib.metadata import version
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -63,6 +63,7 @@ class Metrics:
     """All metrics of one process, in a registry of its own."""
 
     def __init__(self, cache: JobCache) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter that nobody reads
         self.registry = registry = CollectorRegistry()
         registry.register(JobsCollector(cache))
         build = Gauge("lora_operator_build_info", "Always 1; the version is a label.", ["version"], registry=registry)

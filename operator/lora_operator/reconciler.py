@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Protocol
 
 from lora_api import layout
-from lora_api.job import JobStatus, LoRATrainingJob, status_to_wire
+from lora_api.job import JobStatus, LoRATrainingJob, Phase, status_to_wire
 from lora_api.problems import InvalidDocument, Problem, parse
 from lora_api.profile import LoRATrainingProfile, StoreSpec
 from lora_api.store import Store, StoreCredentialsError, StoreError, StoreMissingError
@@ -23,6 +23,8 @@ from lora_operator.ports import Clock, Cluster, RefusedError, Stores
 
 logger = logging.getLogger(__name__)
 _PASSES = 6  # an intention and the act upon it are two passes; more than these in a row would be a loop
+_AFTER_TOO_MANY_PASSES = 1.0
+_LEAST_SECONDS = 0.1
 
 
 class Metrics(Protocol):
@@ -61,7 +63,6 @@ class Reconciler:
         self._cluster, self._stores, self._clock, self._metrics = cluster, stores, clock, metrics
         self._in_cluster, self._poll_seconds = in_cluster, poll_seconds
         self._runs = RunDirectories()
-        self._apply_errors: dict[JobKey, str] = {}
 
     async def reconcile(self, key: JobKey) -> float | None:
         """One look at a job, and what follows from it.
@@ -75,12 +76,12 @@ class Reconciler:
         for _ in range(_PASSES):
             observed, store = await self._observe(key)
             if observed is None:
-                self._apply_errors.pop(key, None)
                 if self._metrics:
                     self._metrics.reconciled(key, None, 0)
                 return None
-            decided = plan(observed)
-            decided = await self._apply(key, decided, store)
+            decided = await self._act(key, observed, store)
+            if decided is None:
+                continue  # the job itself was written: look at it as it is now
             changed = decided.status != observed.status
             if changed and not await self._cluster.write_status(observed.raw, status_to_wire(decided.status)):
                 return 0.0  # somebody else wrote: look again
@@ -91,12 +92,13 @@ class Reconciler:
                 self._metrics.reconciled(key, decided.status, removed)
             if not (changed and decided.requeue_after_seconds == 0.0):
                 return self._next_look(decided.requeue_after_seconds)
-        return 1.0
+        return _AFTER_TOO_MANY_PASSES
 
     def _next_look(self, seconds: float | None) -> float | None:
-        if seconds is None or self._poll_seconds is None:
-            return seconds
-        return min(seconds, self._poll_seconds)
+        if seconds is None:
+            return None
+        seconds = max(seconds, _LEAST_SECONDS)  # whatever was decided, this is no busy loop
+        return seconds if self._poll_seconds is None else min(seconds, self._poll_seconds)
 
     async def _observe(self, key: JobKey) -> tuple[Observed | None, Store | None]:
         """Children are read before the run directory: a child that has completed has written its result before."""
@@ -115,7 +117,6 @@ class Reconciler:
             profile=target.profile,
             store=target.spec,
             store_error=target.store_error,
-            apply_error=self._apply_errors.get(key),
         )
         observed = await self._with_children(key, observed, uid, now)
         if target.store is None:
@@ -131,7 +132,8 @@ class Reconciler:
         profile, problems = await self._profile(job)
         problems = [*problems, *problems_of_job(job, profile, in_cluster=self._in_cluster)]
         spec = profile.spec.store(job.spec.output.store) if profile else None
-        if problems or spec is None or profile is None:
+        barred = any(problem.path.startswith("spec.output.store") for problem in problems)
+        if barred or spec is None or profile is None:
             return _Target(job, profile, spec, problems=tuple(problems))
         problems = await self._secret_problems(job, spec)
         try:
@@ -207,51 +209,63 @@ class Reconciler:
             return replace(observed, store_error=str(error))
         return replace(observed, run=run)
 
-    async def _apply(self, key: JobKey, decided: Plan, store: Store | None) -> Plan:
-        """Does what was decided. What the API server refuses is remembered for the next pass, which says so."""
-        raw_error: str | None = None
+    async def _act(self, key: JobKey, observed: Observed, store: Store | None) -> Plan | None:
+        """Decides and does it: the store first, then the cluster. What can't be done is decided about once more.
+
+        Returns:
+            What is to be written to the status; None when the job's finalizers were written instead.
+        """
+        decided = plan(observed)
+        if decided.finalizers is not None:  # before anything exists that they protect
+            return await self._change_finalizers(key, observed, decided, store)
+        try:
+            await self._apply_to_store(decided, store)
+        except StoreError as error:
+            logger.warning("%s: %s", key, error)
+            decided = plan(replace(observed, store_error=str(error)))
         for name, uid in decided.delete_children:
             await self._cluster.delete_child(key.namespace, name, uid)
-        if decided.finalizers is not None and not await self._write_finalizers(key, decided, store):
-            return decided
         try:
             for manifest in decided.create:
                 await self._cluster.create(manifest)
         except RefusedError as error:
-            raw_error = str(error)
             logger.warning("%s: creating attempt %s was refused: %s", key, decided.status.attempt, error)
-        if decided.create:
-            self._remember_apply_error(key, raw_error)
-            if raw_error:
-                decided = replace(decided, requeue_after_seconds=1.0, events=())
-        if store is not None:
-            await self._apply_to_store(key, decided, store)
+            await self._take_back(key, decided)
+            decided = plan(replace(observed, apply_error=str(error)))
         return decided
 
-    def _remember_apply_error(self, key: JobKey, error: str | None) -> None:
-        if error is None:
-            self._apply_errors.pop(key, None)
-        else:
-            self._apply_errors[key] = error
+    async def _take_back(self, key: JobKey, decided: Plan) -> None:
+        """Removes what was created before the API server refused the rest: its content is old when that is tried again."""
+        names = {manifest["metadata"]["name"] for manifest in decided.create}
+        for name in names:
+            await self._cluster.delete_child(key.namespace, name, "")
 
-    async def _write_finalizers(self, key: JobKey, decided: Plan, store: Store | None) -> bool:
+    async def _change_finalizers(
+        self, key: JobKey, observed: Observed, decided: Plan, store: Store | None
+    ) -> Plan | None:
         """The run directory goes before the finalizer that protects it."""
-        if decided.delete_run and store is not None:
-            await asyncio.to_thread(delete_everything, store)
-        raw = await self._cluster.read_job(key)
         assert decided.finalizers is not None, "the caller has looked"
-        return raw is not None and await self._cluster.write_finalizers(raw, decided.finalizers)
+        if decided.delete_run and store is not None:
+            try:
+                await asyncio.to_thread(delete_everything, store)
+            except StoreError as error:
+                logger.warning("%s: %s", key, error)
+                return plan(replace(observed, run=None, store_error=str(error)))
+        if await self._cluster.write_finalizers(observed.raw, decided.finalizers):
+            for event in decided.events:
+                if decided.status.phase is Phase.DELETING:
+                    await self._cluster.emit(observed.raw, event)
+        return None
 
-    async def _apply_to_store(self, key: JobKey, decided: Plan, store: Store) -> None:
-        """Retention and runtime parameters. A store that is away now is asked again in the next pass."""
-        try:
-            if decided.put_control is not None:
-                data = decided.put_control.model_dump_json(by_alias=True).encode()
-                await asyncio.to_thread(store.put, layout.CONTROL, data)
-            for batch in decided.delete_keys:
-                await asyncio.to_thread(store.delete, list(batch))
-        except StoreError as error:
-            logger.warning("%s: %s", key, error)
+    async def _apply_to_store(self, decided: Plan, store: Store | None) -> None:
+        """Runtime parameters and retention. Raises StoreError."""
+        if store is None:
+            return
+        if decided.put_control is not None:
+            data = decided.put_control.model_dump_json(by_alias=True).encode()
+            await asyncio.to_thread(store.put, layout.CONTROL, data)
+        for batch in decided.delete_keys:
+            await asyncio.to_thread(store.delete, list(batch))
 
 
 def _name(observed: Observed) -> str:

@@ -96,15 +96,24 @@ class Runtime:
         for key in self._cache.of_profile(name):
             self.wake(key)
 
-    def saw_child(self, child: Manifest) -> None:
-        """A batch/v1 Job or pod of ours appeared, changed or went: its job is looked at."""
-        metadata = child["metadata"]
-        labels = metadata.get("labels") or {}
-        key = self._cache.key_of(labels.get(LABEL_JOB_UID, ""))
-        if key is None and LABEL_JOB in labels:
-            # not seen yet; the label is the name itself wherever that fits into one
-            key = JobKey(metadata["namespace"], labels[LABEL_JOB])
+    def saw_pod(self, pod: Manifest) -> None:
+        """A pod of ours appeared, changed or went: its job is looked at."""
+        key = self._owner_of(pod)
         if key is not None:
+            self.wake(key)
+
+    def saw_child(self, child: Manifest) -> None:
+        """A batch/v1 Job of ours appeared, changed or went: its job is looked at.
+
+        So is a failed job whose child still runs: this process may have died between writing and deleting.
+        """
+        key = self._owner_of(child)
+        if key is None:
+            return
+        view = self._cache.get(key)
+        if view is not None and view.outcome == "Failed" and not _is_over(child):
+            self._queue.wake(key)
+        else:
             self.wake(key)
 
     def wake(self, key: JobKey) -> None:
@@ -133,6 +142,15 @@ class Runtime:
         self._metrics.queue_running.set(self._queue.running)
         self._metrics.lag.set(self.watchdog.lag_seconds)
         return self._metrics.render()
+
+    def _owner_of(self, child: Manifest) -> JobKey | None:
+        metadata = child["metadata"]
+        labels = metadata.get("labels") or {}
+        key = self._cache.key_of(labels.get(LABEL_JOB_UID, ""))
+        if key is None and LABEL_JOB in labels:
+            # not seen yet; the label is the name itself wherever that fits into one
+            return JobKey(metadata["namespace"], labels[LABEL_JOB])
+        return key
 
     def _remember(self, key: JobKey, job: Manifest) -> None:
         before, after = self._cache.get(key), view_of(job)
@@ -168,3 +186,10 @@ class Runtime:
 
 def _key(job: Manifest) -> JobKey:
     return JobKey(job["metadata"]["namespace"], job["metadata"]["name"])
+
+
+def _is_over(child: Manifest) -> bool:
+    if child["metadata"].get("deletionTimestamp"):
+        return True
+    conditions = (child.get("status") or {}).get("conditions") or ()
+    return any(c["type"] in ("Complete", "Failed") and c["status"] == "True" for c in conditions)

@@ -30,7 +30,7 @@ from lora_operator.reconciler import Reconciler
 from lora_operator.runtime import Runtime
 from lora_operator.watchdog import Watchdog
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("lora_operator.serve")  # also when run with -m
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _WAIT_FOR_CRDS_SECONDS = 60.0
 
@@ -220,3 +220,11 @@ def main(  # noqa: PLR0917 - options of a command line
     except ClusterError as error:
         _log.error("%s", error)
         raise SystemExit(1) from error
+    except Exception as error:
+        # newer versions of kopf end with the error of a watcher that died for good
+        _log.exception("the operator has failed; a new process has to take over")
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -36,7 +36,7 @@ class Api:
         Returns:
             The status code, 0 when nothing answered, and the parsed body or its text.
         """
-        request = urllib.request.Request(  # noqa: S310 - the scheme is from our own kubeconfig
+        request = urllib.request.Request(
             self.server + path, method=method, data=None if body is None else json.dumps(body).encode()
         )
         request.add_header("Authorization", f"Bearer {self._token}")

@@ -148,9 +148,7 @@ class Cluster:
     def _start_s3(self) -> None:
         folder = self.places.data / "s3"
         s3.prepare_folder(folder, self.s3_access_key, self.s3_secret_key)
-        command = s3.weed_command(
-            s3.weed_program(), folder, settings.GATEWAY, settings.S3_PORT, S3_INNER_PORTS
-        )
+        command = s3.weed_command(s3.weed_program(), folder, settings.GATEWAY, settings.S3_PORT, S3_INNER_PORTS)
         self.processes.start(S3_PROCESS, Network(self.places).inside(command), self.places.logs / "s3.log")
 
     def _wait_ready(self, api: Api, names: list[str]) -> None:

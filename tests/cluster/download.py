@@ -136,7 +136,7 @@ def _install(release: Release, file: Path, destination: Path) -> None:
 
 def _fetch_text(url: str) -> str:
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer:  # noqa: S310 - fixed https, or a mirror
+        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
             body: bytes = answer.read(1 << 20)
     except OSError as error:
         raise ClusterError(f"{url}: {error}") from error
@@ -147,7 +147,7 @@ def _fetch_file(url: str, path: Path) -> str:
     """Stores a file and returns its SHA-256."""
     hasher = hashlib.sha256()
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer, path.open("wb") as output:  # noqa: S310
+        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer, path.open("wb") as output:
             while block := answer.read(1 << 20):
                 hasher.update(block)
                 output.write(block)

@@ -89,7 +89,18 @@ def find_go() -> str | None:
 def build_command(go: str, part: Part, output: Path) -> list[str]:
     """The command line that builds a part."""
     flags = " ".join(["-s", "-w", *(f"-X {flag}" for flag in part.version_flags)])
-    return [go, "build", "-mod=readonly", "-buildvcs=false", "-trimpath", "-ldflags", flags, "-o", str(output), part.package]
+    return [
+        go,
+        "build",
+        "-mod=readonly",
+        "-buildvcs=false",
+        "-trimpath",
+        "-ldflags",
+        flags,
+        "-o",
+        str(output),
+        part.package,
+    ]
 
 
 def build(part: Part, destination: Path) -> None:

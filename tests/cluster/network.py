@@ -87,8 +87,7 @@ class Network:
 def overlapping_routes(routes: Iterable[dict[str, object]]) -> list[str]:
     """The destinations among a machine's routes that overlap the cluster's networks, its own links excepted."""
     wanted = [
-        ipaddress.ip_network(text)
-        for text in (settings.LINK_NETWORK, settings.POD_NETWORK, settings.SERVICE_NETWORK)
+        ipaddress.ip_network(text) for text in (settings.LINK_NETWORK, settings.POD_NETWORK, settings.SERVICE_NETWORK)
     ]
     found = []
     for route in routes:

@@ -56,8 +56,7 @@ def image_from_config(config: bytes, layer_sizes: Sequence[int] | None = None) -
     diff_ids = json.loads(config)["rootfs"]["diff_ids"]
     sizes = layer_sizes or [0] * len(diff_ids)
     layers = [
-        {"mediaType": LAYER_TYPE, "digest": digest, "size": size}
-        for digest, size in zip(diff_ids, sizes, strict=True)
+        {"mediaType": LAYER_TYPE, "digest": digest, "size": size} for digest, size in zip(diff_ids, sizes, strict=True)
     ]
     manifest = {
         "schemaVersion": 2,

@@ -32,7 +32,7 @@ S3_PORT = 8333
 MAX_NODES = 8
 
 S3_ACCESS_KEY = "lora-operator"
-S3_SECRET_KEY = "lora-operator-secret"  # noqa: S105 - a well-known default of a throw-away store
+S3_SECRET_KEY = "lora-operator-secret"  # a well-known default of a throw-away store
 
 OWNER_VARIABLE = "LORA_CLUSTER_OWNER"
 

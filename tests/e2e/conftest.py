@@ -37,19 +37,23 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Z-Image pipeline, made by the product's own command."""
-    folder = tmp_path_factory.mktemp("models") / "tiny-zimage"
-    subprocess.run([sys.executable, "-m", "lora_trainer", "make-tiny", "--arch", "zimage", str(folder)], check=True)
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the quickstart trains on: a tiny Z-Image pipeline and captioned photographs, made by the product's own commands."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    subprocess.run([sys.executable, str(ROOT / "examples/quickstart/prepare.py"), str(folder)], check=True)
     return folder
 
 
 @pytest.fixture(scope="session")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's captioned photographs."""
-    folder = tmp_path_factory.mktemp("photos")
-    subprocess.run([sys.executable, str(ROOT / "examples/quickstart/prepare.py"), str(folder)], check=True)
-    return folder
+def tiny_model(quickstart: Path) -> Path:
+    """The tiny Z-Image pipeline."""
+    return quickstart / "model"
+
+
+@pytest.fixture(scope="session")
+def photos(quickstart: Path) -> Path:
+    """The captioned photographs."""
+    return quickstart / "photos"
 
 
 @pytest.fixture(scope="session")

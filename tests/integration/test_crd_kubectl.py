@@ -145,9 +145,10 @@ def test_kubectl_apply_refuses_unknown_fields_by_itself(kubectl):
         kubectl("apply", "-f", "-", stdin=yaml.safe_dump(changed(JOB, "spec.config.save.max_step_save", 3)))
 
 
-def test_applying_the_same_manifest_again_changes_nothing(kubectl):
+def test_applying_the_same_manifest_again_does_not_count_as_a_change(kubectl):
     kubectl("apply", "-f", "-", stdin=yaml.safe_dump(JOB))
-    assert "unchanged" in kubectl("apply", "-f", "-", stdin=yaml.safe_dump(JOB))
+    kubectl("apply", "-f", "-", stdin=yaml.safe_dump(JOB))
+    assert kubectl("get", "ltj", "mascot", "-o", "jsonpath={.metadata.generation}") == "1"
 
 
 def test_server_side_apply_and_client_side_apply_agree(kubectl):

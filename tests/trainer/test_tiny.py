@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 import torch
@@ -86,9 +85,8 @@ def test_an_adapter_learns_a_picture_quickly(load_tiny):
     conditioning = model.collate([model.encode_text("an astronaut")] * 2)
     optimizer = torch.optim.AdamW(adapter.parameters(), lr=5e-3)
     generator = torch.Generator().manual_seed(0)
-    losses, durations = [], []
+    losses = []
     for _ in range(60):
-        start = time.perf_counter()
         noise = torch.randn(x0.shape, generator=generator)
         sigma = model.shift_sigma(torch.rand(2, generator=generator))
         s = sigma.view(-1, 1, 1, 1)
@@ -97,9 +95,7 @@ def test_an_adapter_learns_a_picture_quickly(load_tiny):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        durations.append(time.perf_counter() - start)
     assert sum(losses[-10:]) < 0.75 * sum(losses[:10])
-    assert sorted(durations)[10] < 0.2, "a step of the tiny model takes 10 to 25 ms on an idle core"
 
 
 def photograph(side: int) -> torch.Tensor:

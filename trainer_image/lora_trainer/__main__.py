@@ -5,6 +5,6 @@ from lora_trainer.stopping import STOP, follow_launcher
 if __name__ == "__main__":
     STOP.install()
     follow_launcher()
-    from lora_trainer.cli import main
+    from lora_trainer.cli import app
 
-    main()
+    app()

@@ -13,6 +13,7 @@ from lora_trainer.checkpoint import Checkpoint
 from lora_trainer.control import read_control
 from lora_trainer.errors import ConfigurationError
 from lora_trainer.fence import Fence
+from lora_trainer.retry import place
 from lora_trainer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def begin(store: Store, run: RunConfig) -> tuple[Beginning, Fence | None, Checkp
     check_owner(owner, run, store.location)
     final = _final(store)
     if final is not None and final.uid == run.uid:
-        log.info("%s%s exists: the job finished at step %d", store.location, layout.FINAL_MANIFEST, final.step)
+        log.info("%s exists: the job finished at step %d", place(store, layout.FINAL_MANIFEST), final.step)
         return Beginning(final.start, settings, final.step), None, None
     fence = Fence.raise_up(store, run.attempt)
     if owner is None or owner.uid != run.uid:
@@ -117,7 +118,7 @@ def read_run_file(store: Store) -> RunFile | None:
     try:
         return RunFile.model_validate_json(raw)
     except ValueError as error:
-        raise ConfigurationError(f"output.path: {store.location}{layout.RUN_FILE} is not readable: {error}") from error
+        raise ConfigurationError(f"output.path: {place(store, layout.RUN_FILE)} is not readable: {error}") from error
 
 
 def write_run_file(store: Store, run: RunConfig) -> None:
@@ -137,7 +138,7 @@ def _final(store: Store) -> FinalManifest | None:
     try:
         return FinalManifest.model_validate_json(raw) if raw is not None else None
     except ValueError:
-        log.warning("%s%s is not readable and will be written again", store.location, layout.FINAL_MANIFEST)
+        log.warning("%s is not readable and will be written again", place(store, layout.FINAL_MANIFEST))
         return None
 
 

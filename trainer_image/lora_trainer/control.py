@@ -8,6 +8,7 @@ import threading
 from lora_api import layout
 from lora_api.run import Control
 from lora_api.store import Store, StoreError
+from lora_trainer.retry import place
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ def read_control(store: Store) -> Control | None:
     try:
         return Control.model_validate_json(raw)
     except ValueError as error:
-        log.warning("%s%s is ignored: %s", store.location, layout.CONTROL, error)
+        log.warning("%s is ignored: %s", place(store, layout.CONTROL), error)
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def code_of(error: BaseException) -> int:
             return code
     if isinstance(error, _loaded("lora_trainer.families.base", "ModelError")):
         return ExitCode.CONFIGURATION
-    if isinstance(error, _loaded("torch", "OutOfMemoryError")):
+    if isinstance(error, _loaded("torch", "OutOfMemoryError")) or "DefaultCPUAllocator" in str(error):
         return ExitCode.OUT_OF_MEMORY
     if is_collective_error(error):
         return ExitCode.TRANSIENT
@@ -107,7 +108,8 @@ def _sentence(error: BaseException, code: int, step: int) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", line).split(". This is typically")[0]
 
 
 def _loaded(module: str, name: str) -> tuple[type[BaseException], ...]:

@@ -146,7 +146,7 @@ def run_torchrun(arguments: list[str]) -> Outcome:
     from torch.distributed.run import parse_args, run
 
     try:
-        run(parse_args(arguments))
+        run(parse_args(arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         return Outcome({rank: failure.exitcode for rank, failure in error.failures.items()})
     except SignalException as error:
@@ -170,9 +170,11 @@ def root_cause(outcome: Outcome, words: Mapping[int, Word], started: frozenset[i
     """
     ranks = sorted({*outcome.codes, *words, *(started if outcome.signal_name else ())})
     candidates = [_word_of_rank(rank, outcome, words.get(rank), started) for rank in ranks]
+    step = max((int(word.get("step", 0)) for word in words.values()), default=0)
     if not candidates and outcome.signal_name:
         candidates = [_word(int(ExitCode.PREEMPTED), f"stopped by {outcome.signal_name} before the workers began")]
-    return min(candidates, key=lambda word: _importance(int(word["code"])), default=_word(0, "done"))
+    cause = min(candidates, key=lambda word: _importance(int(word["code"])), default=_word(0, "done"))
+    return {**cause, "step": step}
 
 
 def _word_of_rank(rank: int, outcome: Outcome, word: Word | None, started: frozenset[int]) -> Word:

@@ -113,7 +113,7 @@ class Loop:
         with self.timer.part("norm"):
             gradients = [p.grad for p in self._parameters if p.grad is not None]
             if self._scaled:
-                torch._foreach_mul_(gradients, 1.0 / self.state.loss_scale)  # noqa: SLF001 - one kernel over all gradients
+                torch._foreach_mul_(gradients, 1.0 / self.state.loss_scale)
             norm = get_total_norm(gradients, foreach=True)
         return (losses[0] if count == 1 else torch.stack(losses).mean()), norm
 
@@ -135,7 +135,11 @@ class Loop:
     def _update(self, agreed: Agreement, norm: Tensor, begin: float) -> None:
         train, state = self.config.train, self.state
         lr = learning_rate(
-            state.step, base=self.settings.lr, steps=self.settings.steps, warmup=train.warmup_steps, kind=train.lr_scheduler
+            state.step,
+            base=self.settings.lr,
+            steps=self.settings.steps,
+            warmup=train.warmup_steps,
+            kind=train.lr_scheduler,
         )
         with self.timer.part("optimizer"):
             if 0 < train.max_grad_norm < agreed.grad_norm:
@@ -157,13 +161,17 @@ class Loop:
         means = self.timer.report(state.step)
         if means is not None and self.group.rank == 0:
             self.reporter.line(step=state.step, milliseconds=means)
-            log.info("step %d took in ms: %s", state.step, "  ".join(f"{name} {value:g}" for name, value in means.items()))
+            log.info(
+                "step %d took in ms: %s", state.step, "  ".join(f"{name} {value:g}" for name, value in means.items())
+            )
 
     def _skip(self, agreed: Agreement) -> None:
         state = self.state
         self.optimizer.zero_grad()
         state.iteration += 1
-        if self._scaled and state.loss_scale > _LEAST_SCALE:  # gradients overflowed in fp16: expected, try a smaller scale
+        if (
+            self._scaled and state.loss_scale > _LEAST_SCALE
+        ):  # gradients overflowed in fp16: expected, try a smaller scale
             state.loss_scale, state.good_steps = state.loss_scale / 2, 0
             return
         state.nonfinite_in_a_row += 1

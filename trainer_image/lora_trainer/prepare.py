@@ -76,8 +76,7 @@ class Preparation:
         """
         config = self.run.config
         family = _family(config.model.arch)
-        model_folder, data_folders = self._folders()
-        samples = self._plan(family, data_folders)
+        model_folder, samples = self._first_on_each_node(family)
         self._say("loading the base model")
         model = family.load(model_folder, dtype=TORCH_DTYPE[config.train.dtype], device=self.device)
         prompts = tuple(fill_trigger(prompt, config.trigger_word) for prompt in config.sample.prompts)
@@ -90,37 +89,39 @@ class Preparation:
         negative = cache.load(text_key("", model.text_identity)) if prompts else None
         return Prepared(model, adapter, samples, cache, digest(samples), prompts, conditions, negative)
 
-    def _folders(self) -> tuple[Path, list[Path]]:
-        """Local folders of the model and of each dataset; one process of each node downloads."""
-        config = self.run.config
-        places = [("config.model.name_or_path", config.model.name_or_path)]
-        places += [(f"config.datasets[{n}].folder_path", data.folder_path) for n, data in enumerate(config.datasets)]
-        if self.environment.local_rank != 0:
+    def _first_on_each_node(self, family: Family) -> tuple[Path, list[Sample]]:
+        """Model folder and samples; one process of each node downloads and reads, the others find its work done."""
+        leads = self.environment.local_rank == 0
+        if not leads:
             self.group.wait(self.stop.check)
+        model_folder = self._folder("config.model.name_or_path", self.run.config.model.name_or_path)
+        datasets = self.run.config.datasets
         folders = [
-            local_folder(
-                location, field, self.run, cache=self.environment.cache_folder, credentials=self.credentials, report=self._say,
-                download=self.environment.local_rank == 0,
-            )
-            for field, location in places
-        ]  # fmt: skip
-        if self.environment.local_rank == 0:
-            self.group.wait(self.stop.check)
-        return folders[0], folders[1:]
-
-    def _plan(self, family: Family, folders: list[Path]) -> list[Sample]:
-        memory = self.environment.cache_folder / "fingerprints.json"
-        prints = Fingerprints(memory)
+            self._folder(f"config.datasets[{n}].folder_path", each.folder_path) for n, each in enumerate(datasets)
+        ]
+        prints = Fingerprints(self.environment.cache_folder / "fingerprints.json")
         samples = plan_samples(
-            list(zip(folders, self.run.config.datasets, strict=True)),
+            list(zip(folders, datasets, strict=True)),
             trigger=self.run.config.trigger_word,
             multiple=family.size_multiple,
             prints=prints,
             report=self._say,
         )
-        if self.environment.local_rank == 0:
+        if leads:
             prints.save()
-        return samples
+            self.group.wait(self.stop.check)
+        return model_folder, samples
+
+    def _folder(self, field: str, location: str) -> Path:
+        return local_folder(
+            location,
+            field,
+            self.run,
+            cache=self.environment.cache_folder,
+            credentials=self.credentials,
+            report=self._say,
+            download=self.environment.local_rank == 0,
+        )
 
     def _encode(self, samples: list[Sample], prompts: tuple[str, ...], model: BaseModel, cache: TensorCache) -> None:
         share = (self.environment.local_rank, self.environment.local_world_size)

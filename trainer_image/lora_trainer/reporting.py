@@ -93,6 +93,7 @@ class Reporter:
     _lines: list[str] = field(default_factory=list)
     _updates: int = 0
     _unwritten_lines: bool = False
+    _lines_due: bool = False
     _store_fails: bool = False
     _wake: threading.Event = field(default_factory=threading.Event)
     _ended: bool = False
@@ -126,6 +127,11 @@ class Reporter:
             self.line(
                 step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=seconds, samples=step * now.samples_per_step
             )
+
+    def committed(self) -> None:
+        """A checkpoint was committed: lines up to it are written with the next heartbeat, which comes now."""
+        self._lines_due = True
+        self._wake.set()
 
     def line(self, **values: Any) -> None:
         """Adds a metric line."""
@@ -180,8 +186,8 @@ class Reporter:
                 if beats % _FENCE_BEATS == 0 and self._lost_the_claim():
                     return
                 self._beat(None)
-            if time >= next_lines:
-                next_lines = time + _METRICS_SECONDS
+            if time >= next_lines or self._lines_due:
+                self._lines_due, next_lines = False, time + _METRICS_SECONDS
                 self._write_lines()
             if self.view is not None:
                 self.view.show(self.now)

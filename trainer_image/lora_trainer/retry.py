@@ -16,6 +16,11 @@ Result = TypeVar("Result")
 WAITS_SECONDS = (0.5, 1.0, 2.0, 4.0)
 
 
+def place(store: Store, key: str) -> str:
+    """Where a key is, for people."""
+    return f"{store.location.rstrip('/')}/{key}"
+
+
 class RetryingStore:
     """See `lora_api.store.Store`. Refused credentials and a missing bucket are not tried again."""
 
@@ -45,11 +50,11 @@ class RetryingStore:
         """Every object whose key starts with `prefix`, sorted by key."""
         return self._again(lambda: self._store.list(prefix))
 
-    def delete(self, keys: list[str]) -> None:
+    def delete(self, keys: Sequence[str]) -> None:
         """Removes exactly these keys."""
         self._again(lambda: self._store.delete(keys))
 
-    def sub(self, prefix: str) -> RetryingStore:
+    def sub(self, prefix: str) -> Store:
         """The same store, seen from below `prefix`."""
         return RetryingStore(self._store.sub(prefix), self._waits, self._sleep)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
+import inspect
 import math
 import time
 from collections.abc import Callable
@@ -89,10 +90,10 @@ class Group:
         if environment.world_size > 1:
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
-                timeout=datetime.timedelta(minutes=_COLLECTIVE_MINUTES),
+                timeout=dt.timedelta(minutes=_COLLECTIVE_MINUTES),
                 device_id=device if device.type == "cuda" else None,
             )
-            group._patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=_WAIT_HOURS))
+            group._patient = dist.new_group(backend="gloo", timeout=dt.timedelta(hours=_WAIT_HOURS))
         return group
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -100,8 +101,15 @@ class Group:
         if self.world_size == 1:
             return module
         ids = [self.device.index] if self.device.type == "cuda" else None
+        known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+        sync = (
+            "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        )  # renamed in torch 2.15
         return nn.parallel.DistributedDataParallel(
-            module, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True
+            module,
+            device_ids=ids,
+            gradient_as_bucket_view=True,
+            **{sync: False},  # type: ignore[arg-type]
         )
 
     def agree(self, loss: Tensor, grad_norm: Tensor, *, stop: bool, news: bool) -> Agreement:
@@ -149,3 +157,9 @@ class Group:
         """Leaves the group; only after a good end, it would wait for a broken one."""
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def synchronise(device: torch.device) -> None:
+    """Waits until a device has done everything it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

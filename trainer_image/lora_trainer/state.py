@@ -43,7 +43,9 @@ def build_optimizer(parameters: list[torch.nn.Parameter], config: TrainConfig) -
     )
 
 
-def pack(adapter: Adapter, optimizer: torch.optim.Optimizer, state: TrainState, extra: Mapping[str, Any]) -> dict[str, bytes]:
+def pack(
+    adapter: Adapter, optimizer: torch.optim.Optimizer, state: TrainState, extra: Mapping[str, Any]
+) -> dict[str, bytes]:
     """The files of a checkpoint.
 
     Args:

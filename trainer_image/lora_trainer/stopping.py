@@ -1,8 +1,9 @@
 """Being asked to stop: SIGTERM and SIGINT, from the first import to the last byte.
 
 Two manners. While there is nothing to save (imports, loading, encoding, finalizing) a signal raises `Stopped` in the
-main thread at once. In `deferred()` (training, saving) it only sets a flag, which the loop agrees on across ranks at
-the end of the step.
+main thread at once; if that thread is deep in native code and does not notice, a watching thread ends the process a
+little later. In `deferred()` (training, saving) a signal only sets a flag, which the loop agrees on across ranks at the
+end of the step.
 
 Imports nothing heavy: it is installed before everything else.
 """
@@ -13,12 +14,16 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
+_PREEMPTED = 85  # lora_api.exit_codes.ExitCode.PREEMPTED, without its imports
+PATIENCE_SECONDS = 3.0
 PARENT_VARIABLE = "LORA_LAUNCHER_PID"
 
 
@@ -31,6 +36,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
+        self.last_words: Callable[[], None] = lambda: None
         self._deferred = 0
         self._raised = False
 
@@ -40,7 +46,11 @@ class StopRequest:
         return self.signal_name is not None
 
     def install(self) -> None:
-        """Takes over SIGTERM and SIGINT; main thread only."""
+        """Takes over SIGTERM and SIGINT; main thread only, once."""
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_write, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)  # written by the interpreter even when it is busy
+        threading.Thread(target=self._watch, args=(wake_read,), name="signals", daemon=True).start()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._receive)
 
@@ -58,6 +68,18 @@ class StopRequest:
             yield
         finally:
             self._deferred -= 1
+
+    def _watch(self, wake_read: int) -> None:
+        """Ends the process when the main thread does not notice a signal that nothing has to be saved for."""
+        while True:
+            number = os.read(wake_read, 1)[0]
+            if number not in (signal.SIGTERM, signal.SIGINT):
+                continue
+            time.sleep(PATIENCE_SECONDS)
+            if not self._deferred and not self._raised:
+                self.signal_name = signal.Signals(number).name
+                self.last_words()
+                os._exit(_PREEMPTED)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.signal_name = signal.Signals(number).name

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lora_api.problems import parse
-from lora_api.run import ExitWord, RunConfig, config_hash
+from lora_api.run import ExitWord, RunConfig
+from lora_api.store import Store
 from lora_api.stores import Credentials, credentials_from_folder, open_store
-from lora_trainer import checkpoint, clock, endings
+from lora_trainer import endings
 from lora_trainer.beginning import Beginning, begin
-from lora_trainer.checkpoint import Checkpoint
-from lora_trainer.control import ControlWatch
 from lora_trainer.environment import Environment
-from lora_trainer.errors import ConfigurationError
+from lora_trainer.errors import ConfigurationError, FencedError
 from lora_trainer.fence import Fence
 from lora_trainer.reporting import Reporter
 from lora_trainer.retry import RetryingStore
-from lora_trainer.settings import Settings
 from lora_trainer.stopping import Stopped, StopRequest
 from lora_trainer.views import view_for_stderr
-
-if TYPE_CHECKING:
-    import torch
-
-    from lora_trainer.prepare import Prepared
-    from lora_trainer.runtime import Group
-    from lora_trainer.state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +31,6 @@ def read_run_config(path: Path) -> RunConfig:
         ConfigurationError: When the file is missing or not JSON.
         InvalidDocument: When it does not fit its type; names every field.
     """
-    import json
-
     try:
         return parse(RunConfig, json.loads(path.read_text()))
     except OSError as error:
@@ -52,9 +41,21 @@ def read_run_config(path: Path) -> RunConfig:
         raise ConfigurationError(f"{path}: the run configuration is not JSON: {error}") from error
 
 
+def read_credentials(folder: Path | None, run: RunConfig) -> Credentials | None:
+    """The mounted Secret; None where there is none and the run directory does not need it.
+
+    Raises:
+        StoreCredentialsError: When the run directory is in S3 and the Secret has no keys.
+    """
+    if folder is None or (run.store.type == "directory" and not (folder / "accessKey").is_file()):
+        return None
+    return credentials_from_folder(folder)
+
+
 def train(path: Path, environment: Environment, stop: StopRequest) -> int:
     """Runs one start to its end; returns the exit code. Never raises: every ending has its word."""
     start = Start(environment, stop)
+    stop.last_words = lambda: endings.write_word(start.word_for(Stopped(stop.signal_name)), environment)
     try:
         start.run(path)
         step = start.committed_step
@@ -80,6 +81,8 @@ class Start:
         """The word for what ended this start; unforeseen errors are logged with their traceback."""
         if self.stop.requested and endings.is_collective_error(error):
             error = Stopped(self.stop.signal_name)  # the others were asked to stop too, and left first
+        if isinstance(error, FencedError):
+            self.reporter.fenced = error  # the newer start reports from now on
         word = endings.word_of(error, self.committed_step)
         if word.code == endings.PLAIN_FAILURE:
             log.error("unexpected error", exc_info=error)
@@ -90,8 +93,7 @@ class Start:
     def run(self, path: Path) -> None:
         """Claims, prepares, trains, finishes. Raises what `endings` has words for."""
         run = read_run_config(path)
-        folder = self.environment.credentials_folder
-        credentials = credentials_from_folder(folder) if folder is not None else None
+        credentials = read_credentials(self.environment.credentials_folder, run)
         plain = open_store(run.store, credentials).sub(run.path)
         store = RetryingStore(plain)
         beginning, fence, newest = None, None, None
@@ -106,8 +108,25 @@ class Start:
         group = runtime.Group.form(self.environment, device)
         beginning = group.broadcast(beginning)
         if beginning.finished_step is None:
-            Session(self, run, beginning, store, credentials, fence, group).train(newest, device)
+            from lora_trainer.session import Session
+
+            session = Session(self, run, beginning, store, credentials, fence, group, newest)
+            del newest  # its bytes are let go once they are restored
+            session.train()
         group.close()
 
-    def _open_reporter(self, store: RetryingStore | object, run: RunConfig, beginning: Beginning, fence: Fence | None) -> None:
-        raise NotImplementedError
+    def _open_reporter(self, store: Store, run: RunConfig, beginning: Beginning, fence: Fence | None) -> None:
+        self.reporter = Reporter(
+            store, beginning.start, run.attempt, self.environment.heartbeat_seconds, fence=fence, view=view_for_stderr()
+        )
+        now = self.reporter.now
+        now.step = now.committed_step = beginning.step
+        now.steps = beginning.settings.steps
+        now.resumed_from_step = beginning.step if beginning.manifest_key else None
+        now.lost_steps, now.rejected = beginning.lost_steps, beginning.rejected
+        now.detail = "importing libraries"
+        self.reporter.open()
+        if self.environment.metrics_port:
+            from lora_trainer.exporter import serve
+
+            serve(now, self.environment.metrics_port)

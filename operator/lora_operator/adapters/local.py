@@ -236,8 +236,8 @@ class LocalCluster:
         name, owner = pod["metadata"]["name"], pod["metadata"]["ownerReferences"][0]["name"]
         try:
             process = await PodProcess.start(pod, self._state.pods / name, self._state.log_of(name), machine)
-        except OSError as error:
-            mark_ended(pod, _NOT_STARTED, f"the process can't be started: {error}", self._now())
+        except Exception as error:  # noqa: BLE001 - whatever it is, a pod that can't be made must not wait for ever
+            mark_ended(pod, _NOT_STARTED, f"the process can't be started: {error!r}", self._now())
         else:
             self._processes[name] = process
             mark_running(pod, self._now())
@@ -306,4 +306,6 @@ class LocalCluster:
 
 def _belongs(manifest: Manifest, key: JobKey, uid: str) -> bool:
     metadata = manifest["metadata"]
-    return metadata["namespace"] == key.namespace and metadata.get("labels", {}).get(names.LABEL_JOB_UID) == uid
+    return bool(metadata["namespace"] == key.namespace) and bool(
+        metadata.get("labels", {}).get(names.LABEL_JOB_UID) == uid
+    )

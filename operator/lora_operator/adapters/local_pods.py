@@ -67,7 +67,7 @@ def expand(text: str, values: dict[str, str]) -> str:
         name = match.group(1)
         if name is None:
             return "$"
-        return values.get(name, match.group(0))
+        return values.get(name, str(match.group(0)))
 
     return _REFERENCE.sub(replace, text)
 
@@ -152,7 +152,7 @@ def _reference(variable: dict[str, Any], pod: Manifest) -> str:
     match = re.match(r"metadata\.(annotations|labels)\['(.+)'\]$", path)
     if match:
         return str(pod["metadata"].get(match.group(1), {}).get(match.group(2), ""))
-    return known.get(path, "")
+    return str(known.get(path, ""))
 
 
 def _relocate(text: str, places: dict[str, Path]) -> str:
@@ -174,7 +174,7 @@ def _program(command: list[str]) -> list[str]:
     first = command[0]
     if first in _PROGRAMS:
         return [sys.executable, *command[1:]]
-    beside = Path(sys.executable).with_name(first)
+    beside = Path(sys.executable).parent / first
     return [str(beside), *command[1:]] if "/" not in first and beside.exists() else command
 
 

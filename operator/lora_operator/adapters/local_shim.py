@@ -61,9 +61,9 @@ def children_of(pid: int) -> list[int]:
 def kill_tree(root: int) -> None:
     """SIGKILL to a process, its group and all below it, leaves last: nobody is left to start new ones."""
     below = children_of(root)
-    for target in (lambda: os.killpg(root, signal.SIGKILL), lambda: os.kill(root, signal.SIGKILL)):
+    for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            target()
+            kill(root, signal.SIGKILL)
     for child in below:
         kill_tree(child)
 

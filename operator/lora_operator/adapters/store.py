@@ -14,6 +14,8 @@ from lora_operator.ports import Clock, ClusterError
 
 _TRUSTED_FOR = timedelta(seconds=60)  # a rotated Secret is taken over within this time
 
+_MOST_OPENED = 64
+
 
 class SecretReader(Protocol):
     """The part of a cluster that is needed here."""
@@ -57,6 +59,8 @@ class SecretStores:
         credentials = await self._credentials_of(spec) if spec.type == "s3" else None
         opened = self._opened.get(spec)
         if opened is None or opened.credentials != credentials:
+            if len(self._opened) >= _MOST_OPENED:  # of profiles as they once were
+                self._opened.clear()
             opened = self._opened[spec] = _Opened(credentials, self._opener(spec, credentials))
         return opened.store
 

@@ -6,15 +6,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lora_api.job import FINALIZER, ConditionType, JobStatus
-from lora_api.run import Control, Progress
-from lora_operator.core.conditions import Fact, merge_conditions, phase_of, shorten
-from lora_operator.core.progress import checkpoints_status, hold_back_progress, output_status, progress_status
-from lora_operator.core.retention import Retention, plan_retention
+from lora_api.run import CheckpointManifest, Control
+from lora_operator.core.conditions import Fact, condition_of, is_terminal, merge_conditions, phase_of, shorten
+from lora_operator.core.facts import heartbeat, is_foreign, own_result, uid_of
+from lora_operator.core.progress import (
+    checkpoints_status,
+    hold_back_progress,
+    is_preparing,
+    latest_progress,
+    output_status,
+)
+from lora_operator.core.retention import Retention, plan_retention, without_deletion
 from lora_operator.core.state import Kind, State, facts_of
 from lora_operator.core.times import format_bytes
 from lora_operator.core.views import Event, EventType, Manifest, Observed, Plan
 
 _STATUS_LIMIT_BYTES = 8000
+_TIGHT_MESSAGE = 200  # characters, where a status would be too big otherwise
+_NEWS_LIMIT = 3  # more checkpoints than these at once are told in one event
 
 
 @dataclass(frozen=True)
@@ -29,18 +38,22 @@ class Decision:
     finalizers: tuple[str, ...] | None = None
     requeue: float | None = None
     events: tuple[Event, ...] = ()
-    frozen: bool = False  # the status stays as it is, byte for byte
+    frozen: bool = False  # the status stays as it is, but for the generation seen
 
 
 def assemble(o: Observed, decision: Decision) -> Plan:
     """The whole plan of a pass."""
+    generation = o.raw["metadata"].get("generation", 0)
     if decision.frozen:
-        return Plan(status=o.status, delete_children=decision.delete_children)
+        status = o.status if o.status.observed_generation == generation else _observed(o.status, generation)
+        return Plan(status=status, delete_children=decision.delete_children)
     retention = _retention(o)
     status = _status(o, decision, retention)
-    events = (*decision.events, *_checkpoint_events(o, status, retention), *_resume_events(o, status))
+    news = (*_resume_events(o, status), *_checkpoint_events(o, status, retention))
+    begins = decision.state.kind is Kind.RUNNING
+    events = (*decision.events, *news) if begins else (*news, *decision.events)
     return Plan(
-        status=_bounded(hold_back_progress(o.status, status, o.now)),
+        status=hold_back_progress(o.status, _bounded(status), o.now),
         create=decision.create,
         delete_children=decision.delete_children or _obsolete_children(o),
         put_control=_control(o),
@@ -54,46 +67,42 @@ def assemble(o: Observed, decision: Decision) -> Plan:
 
 def _status(o: Observed, decision: Decision, retention: Retention | None) -> JobStatus:
     updates: dict[str, Any] = {"observed_generation": o.raw["metadata"].get("generation", 0)}
-    if o.run is not None and not _is_foreign(o):
-        updates["output"] = output_status(o.run)
+    if o.run is not None and not is_foreign(o):
+        updates["output"] = output_status(o.run, own_result(o))
         if o.run.progress is not None:
-            updates["lost_steps"] = max(o.status.lost_steps, o.run.progress.lost_steps)
-            updates["progress"] = _latest_progress(o.status, o.run.progress)
+            beat, runs = o.run.progress, decision.state.kind is Kind.RUNNING
+            updates["progress"] = latest_progress(o.status.progress, beat, running=runs)
+            if not is_preparing(beat):  # together with the event that tells of them
+                updates["lost_steps"] = max(o.status.lost_steps, beat.lost_steps)
         if retention is not None:
             updates["checkpoints"] = checkpoints_status(o.run, retention, o.status.checkpoints.removed)
     status = o.status.model_copy(update={**updates, **decision.updates})
+    deleting = decision.state.kind is Kind.DELETING
     facts = [*facts_of(decision.state), *_checkpoint_facts(o, status)]
+    if deleting and is_terminal(o.status):  # how it ended stays true
+        facts = [Fact(ConditionType.RECONCILING, True, decision.state.reason, decision.state.message)]
     conditions = merge_conditions(o.status.conditions, facts, status.observed_generation, o.now)
-    status = status.model_copy(update={"conditions": conditions, "restarts_total": status.restarts.total})
-    phase = phase_of(status, invalid=decision.state.kind is Kind.INVALID, deleting=decision.state.kind is Kind.DELETING)
-    return status.model_copy(update={"phase": phase})
+    status = status.model_copy(update={"conditions": conditions})
+    phase = phase_of(status, invalid=decision.state.kind is Kind.INVALID, deleting=deleting)
+    return status.model_copy(update={"phase": phase, "restarts_total": status.restarts.total})
 
 
-def _latest_progress(status: JobStatus, beat: Progress) -> Any:
-    """A start that has not resumed yet says step 0; people keep seeing where the job was."""
-    fresh = progress_status(beat)
-    preparing = beat.stage in ("Initializing", "PreparingData")
-    if preparing and status.progress is not None and beat.step < status.progress.step:
-        return status.progress
-    return fresh
+def _observed(status: JobStatus, generation: int) -> JobStatus:
+    """A finished job whose spec was edited: seen, and without effect."""
+    conditions = tuple(c.model_copy(update={"observed_generation": generation}) for c in status.conditions)
+    return status.model_copy(update={"observed_generation": generation, "conditions": conditions})
 
 
 def _retention(o: Observed) -> Retention | None:
-    if o.run is None or o.job is None or not o.run.manifests or _is_foreign(o):
+    if o.run is None or o.job is None or not o.run.manifests or is_foreign(o):
         return None
-    return plan_retention(o.run, o.job.spec.config.save.max_step_saves, o.now)
-
-
-def _is_foreign(o: Observed) -> bool:
-    """Whether the run directory belongs to another job that this one was not told to continue."""
-    if o.run is None or o.run.owner is None or o.run.owner.uid == o.raw["metadata"].get("uid"):
-        return False
-    return o.job is None or o.job.spec.output.if_exists == "Refuse"
+    retention = plan_retention(o.run, o.job.spec.config.save.max_step_saves, o.now)
+    return without_deletion(retention) if o.store_error else retention  # it was tried just now, and not possible
 
 
 def _control(o: Observed) -> Control | None:
     """The runtime parameters, when the run directory's are not what the spec says now."""
-    if o.job is None or o.run is None or o.run.owner is None or o.run.final is not None or _is_foreign(o):
+    if o.job is None or o.run is None or o.run.owner is None or own_result(o) is not None or is_foreign(o):
         return None
     config = o.job.spec.config
     wanted = Control(
@@ -112,6 +121,8 @@ def _control(o: Observed) -> Control | None:
 
 def _obsolete_children(o: Observed) -> tuple[tuple[str, str], ...]:
     """Jobs of earlier attempts: stopped if they still run; the last one is kept for its logs while the next runs."""
+    if o.status.attempt == 0:  # the status was lost: the newest of them may be taken up again
+        return ()
     return tuple(
         (child.name, child.uid)
         for child in o.other_children
@@ -131,12 +142,14 @@ def _wanted_finalizers(o: Observed, decision: Decision) -> tuple[str, ...] | Non
 
 
 def _checkpoint_facts(o: Observed, status: JobStatus) -> list[Fact]:
-    if not status.checkpoints.count:
-        return []
+    """Whether retention is up to date. When the store comes back is read from its transition, see `plan`."""
     if o.store_error:
         return [Fact(ConditionType.CHECKPOINT_GC, False, "StoreUnavailable", o.store_error)]
+    known = status.checkpoints.count or condition_of(o.status, ConditionType.CHECKPOINT_GC)
+    if o.run is None or is_foreign(o) or not known:
+        return []
     text = f"{status.checkpoints.count} kept, {status.checkpoints.removed} removed"
-    rejected = o.run.progress.rejected if o.run and o.run.progress else ()
+    rejected = o.run.progress.rejected if o.run.progress else ()
     for item in rejected:
         text += f"; the checkpoint of step {item.step} failed its check: {item.reason}"
     return [Fact(ConditionType.CHECKPOINT_GC, True, "CheckpointRejected" if rejected else "UpToDate", text)]
@@ -145,32 +158,36 @@ def _checkpoint_facts(o: Observed, status: JobStatus) -> list[Fact]:
 def _checkpoint_events(o: Observed, status: JobStatus, retention: Retention | None) -> list[Event]:
     if retention is None:
         return []
-    known = {(entry.step, entry.start) for entry in o.status.checkpoints.entries}
-    newest = o.status.checkpoints.newest_step or -1
-    events = [
-        Event(
-            EventType.NORMAL,
-            "CheckpointSaved",
-            f"The checkpoint of step {m.step} is committed ({format_bytes(m.size_bytes)})",
-        )
-        for m in reversed(retention.kept)
-        if (m.step, m.start) not in known and m.step >= newest
-    ]
+    events = [_saved_event(m) for m in _new_checkpoints(o, retention)[-_NEWS_LIMIT:]]
     if retention.expired:
-        steps = ", ".join(str(m.step) for m in reversed(retention.expired))
+        steps = ", ".join(str(m.step) for m in reversed(retention.expired[-_NEWS_LIMIT:]))
+        more = ", ..." if len(retention.expired) > _NEWS_LIMIT else ""
         word = "checkpoint" if len(retention.expired) == 1 else "checkpoints"
-        text = f"Removed {len(retention.expired)} old {word} (step {steps}); {status.checkpoints.count} are kept"
+        text = f"Removed {len(retention.expired)} old {word} (step {steps}{more}); {status.checkpoints.count} are kept"
         events.append(Event(EventType.NORMAL, "CheckpointsRemoved", text))
     return events
 
 
+def _new_checkpoints(o: Observed, retention: Retention) -> list[CheckpointManifest]:
+    """This job's own that were not in the ledger, oldest first."""
+    known = {(entry.step, entry.start) for entry in o.status.checkpoints.entries}
+    newest = o.status.checkpoints.newest_step or -1
+    mine = [m for m in reversed(retention.kept) if m.uid == uid_of(o)]
+    return [m for m in mine if (m.step, m.start) not in known and m.step >= newest]
+
+
+def _saved_event(m: CheckpointManifest) -> Event:
+    text = f"The checkpoint of step {m.step} is committed ({format_bytes(m.size_bytes)})"
+    return Event(EventType.NORMAL, "CheckpointSaved", text)
+
+
 def _resume_events(o: Observed, status: JobStatus) -> list[Event]:
     """Said once per start: when it is first seen past its preparation."""
-    beat = o.run.progress if o.run else None
-    if beat is None or beat.resumed_from_step is None or beat.attempt != o.status.attempt:
+    beat = heartbeat(o)
+    if beat is None or beat.resumed_from_step is None:
         return []
     was_training = o.status.stage in ("Training", "Finalizing")
-    is_past = status.stage in ("Training", "Finalizing") or (o.run is not None and o.run.final is not None)
+    is_past = status.stage in ("Training", "Finalizing") or own_result(o) is not None
     if was_training or not is_past:
         return []
     events = [
@@ -183,17 +200,24 @@ def _resume_events(o: Observed, status: JobStatus) -> list[Event]:
     ]
     lost = status.lost_steps - o.status.lost_steps
     text = f"Resumed from the checkpoint of step {beat.resumed_from_step}" + (
-        f"; {lost} steps are done again" if lost > 0 else ""
+        f"; {lost} {'step is' if lost == 1 else 'steps are'} done again" if lost > 0 else ""
     )
     return [*events, Event(EventType.NORMAL, "Resumed", text)]
 
 
 def _bounded(status: JobStatus) -> JobStatus:
-    """Under 8 kB: a status is read by every list call. The oldest ledger entries are left out first."""
-    while (
-        len(status.model_dump_json(by_alias=True, exclude_none=True)) > _STATUS_LIMIT_BYTES
-        and status.checkpoints.entries
-    ):
+    """Under 8 kB: a status is read by every list call. What can be read elsewhere is left out first."""
+    while _size_bytes(status) > _STATUS_LIMIT_BYTES and status.checkpoints.entries:
         fewer = status.checkpoints.model_copy(update={"entries": status.checkpoints.entries[:-1]})
         status = status.model_copy(update={"checkpoints": fewer})
+    while _size_bytes(status) > _STATUS_LIMIT_BYTES and status.output.samples:
+        fewer_samples = status.output.model_copy(update={"samples": status.output.samples[:-1]})
+        status = status.model_copy(update={"output": fewer_samples})
+    if _size_bytes(status) > _STATUS_LIMIT_BYTES:
+        short = tuple(c.model_copy(update={"message": shorten(c.message, _TIGHT_MESSAGE)}) for c in status.conditions)
+        status = status.model_copy(update={"conditions": short})
     return status
+
+
+def _size_bytes(status: JobStatus) -> int:
+    return len(status.model_dump_json(by_alias=True, exclude_none=True).encode())

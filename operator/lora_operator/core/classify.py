@@ -36,6 +36,16 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Ending:
+    """How one process ended."""
+
+    code: int
+    reason: str
+    message: str
+    pod: PodView | None = None  # None: known only from the Job or the heartbeat
+
+
+@dataclass(frozen=True)
 class Evidence:
     """All that is known about an attempt that ended."""
 
@@ -44,40 +54,47 @@ class Evidence:
     heartbeat_word: ExitWord | None = None  # from progress.json, if it is this attempt's
 
     @property
-    def words(self) -> list[ExitWord]:
-        """The trainer's words: those of pods, else the heartbeat's."""
-        spoken = [pod.word for pod in self.pods if pod.word is not None]
-        return spoken or ([self.heartbeat_word] if self.heartbeat_word else [])
+    def endings(self) -> list[Ending]:
+        """How the pods ended, in their own words where they left some; without pods, what Job or heartbeat remember."""
+        told = [_ending_of(pod) for pod in self.pods if pod.word is not None or pod.exit_code is not None]
+        return told or [ending for ending in (self._remembered(),) if ending is not None]
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step that was saved when the trainer was asked to stop; None when it left no word of that."""
+        words = [pod.word for pod in self.pods if pod.word] or ([self.heartbeat_word] if self.heartbeat_word else [])
+        return max((word.step for word in words if word.code == ExitCode.PREEMPTED), default=None)
+
+    def _remembered(self) -> Ending | None:
+        """The Job's exit code, said in the words of the heartbeat where it knows the same code; or the heartbeat alone."""
+        word = self.heartbeat_word
+        match = _JOB_EXIT_CODE.search(_job_message(self.child))
+        if match is None or (word is not None and word.code == int(match.group(1))):
+            return Ending(word.code, word.reason, word.message) if word else None
+        return Ending(int(match.group(1)), reason_of(int(match.group(1))), _job_message(self.child))
 
 
-_DISRUPTED_REASONS = {"Evicted", "Preempting", "NodeShutdown", "Terminated"}
-_FOLLOWERS = {0, ExitCode.TRANSIENT, ExitCode.PREEMPTED}  # how ranks end when another one is the cause
+_DISRUPTED_REASONS = {"Preempting", "NodeShutdown", "Terminated"}
+_FOLLOWERS = {ExitCode.DONE, ExitCode.TRANSIENT, ExitCode.PREEMPTED}  # how ranks end when another one is the cause
 _JOB_EXIT_CODE = re.compile(r"failed with exit code (\d+)")
 _OOM_ADVICE = "use a smaller batch_size or resolution, gradient_checkpointing, or more memory"
 
 
 def _a_person_must_act(evidence: Evidence) -> Verdict | None:
-    for word in evidence.words:
-        if word.code in NEVER_RETRIED:
-            return Verdict(Cause.PERMANENT, word.reason, word.message)
+    for end in evidence.endings:
+        if end.code in NEVER_RETRIED:
+            return Verdict(Cause.PERMANENT, end.reason, end.message)
     return None
 
 
 def _out_of_memory(evidence: Evidence) -> Verdict | None:
-    for word in evidence.words:
-        if word.code == ExitCode.OUT_OF_MEMORY:
-            return Verdict(Cause.OUT_OF_MEMORY, word.reason, f"{word.message}; {_OOM_ADVICE}")
+    for end in evidence.endings:
+        if end.code == ExitCode.OUT_OF_MEMORY:
+            return Verdict(Cause.OUT_OF_MEMORY, end.reason, f"{end.message}; {_OOM_ADVICE}")
     for pod in evidence.pods:
         if pod.oom_killed:
             text = f"Pod {pod.name} was killed because it used more memory than its limit; {_OOM_ADVICE}"
             return Verdict(Cause.OUT_OF_MEMORY, "OutOfHostMemory", text)
-    return None
-
-
-def _disrupted(evidence: Evidence) -> Verdict | None:
-    for pod in evidence.pods:
-        if pod.disrupted or pod.reason in _DISRUPTED_REASONS:
-            return _preempted(evidence, f"Pod {pod.name}: {pod.disrupted or pod.reason}")
     return None
 
 
@@ -88,75 +105,76 @@ def _node_lost(evidence: Evidence) -> Verdict | None:
     return None
 
 
-def _a_process_failed(evidence: Evidence) -> Verdict | None:
+def _disrupted(evidence: Evidence) -> Verdict | None:
     for pod in evidence.pods:
-        if pod.terminating or pod.exit_code is None or pod.exit_code in _FOLLOWERS:
-            continue
-        if pod.word is not None:
-            return Verdict(Cause.FAILURE, pod.word.reason, pod.word.message)
-        return Verdict(
-            Cause.FAILURE, reason_of(pod.exit_code), f"Pod {pod.name} ended with {_exit_words(pod.exit_code)}"
-        )
+        if pod.disrupted or pod.reason in _DISRUPTED_REASONS:
+            return _preempted(evidence, f"Pod {pod.name}: {pod.disrupted or pod.message or pod.reason}")
+    return None
+
+
+def _over_its_own_limit(evidence: Evidence) -> Verdict | None:
+    """An eviction that is no disruption: the pod itself used more disk or shared memory than it may."""
+    for pod in evidence.pods:
+        if pod.reason == "Evicted":
+            return Verdict(Cause.FAILURE, "Evicted", f"Pod {pod.name} was evicted: {pod.message or 'no reason given'}")
+    return None
+
+
+def _a_process_failed(evidence: Evidence) -> Verdict | None:
+    for end in evidence.endings:
+        if end.code not in _FOLLOWERS and not (end.pod and end.pod.terminating and end.pod.word is None):
+            return Verdict(Cause.FAILURE, end.reason, end.message)
     return None
 
 
 def _asked_to_stop(evidence: Evidence) -> Verdict | None:
-    if any(word.code == ExitCode.PREEMPTED for word in evidence.words):
+    """Pods that are deleted after another one failed are asked to stop, too: they don't count while one ended by itself."""
+    by_itself = [end for end in evidence.endings if not (end.pod and end.pod.terminating)]
+    if any(end.code == ExitCode.PREEMPTED for end in by_itself):
         return _preempted(evidence, "The trainer was asked to stop")
-    for pod in evidence.pods:
-        if pod.terminating and pod.ended:
-            return _preempted(evidence, f"Pod {pod.name} was deleted")
+    deleted = [pod for pod in evidence.pods if pod.terminating and pod.ended]
+    if deleted and all(end.code == ExitCode.DONE for end in by_itself):
+        return _preempted(evidence, f"Pod {deleted[0].name} was deleted")
+    return None
+
+
+def _the_job_was_disrupted(evidence: Evidence) -> Verdict | None:
+    if "DisruptionTarget" in _job_message(evidence.child):
+        return _preempted(evidence, "A pod was disrupted")
     return None
 
 
 def _transient(evidence: Evidence) -> Verdict | None:
-    for word in evidence.words:
-        return Verdict(Cause.FAILURE, word.reason, word.message)
+    for end in evidence.endings:
+        if end.code != ExitCode.DONE:
+            return Verdict(Cause.FAILURE, end.reason, end.message)
     return None
 
 
 def _left_without_result(evidence: Evidence) -> Verdict | None:
-    if evidence.child is not None and evidence.child.complete:
-        return Verdict(
-            Cause.FAILURE, "NoResult", "The trainer ended with exit code 0, but final/manifest.json is missing"
-        )
-    for pod in evidence.pods:
-        if pod.exit_code is not None:
-            return Verdict(
-                Cause.FAILURE, reason_of(pod.exit_code), f"Pod {pod.name} ended with {_exit_words(pod.exit_code)}"
-            )
+    if evidence.endings or (evidence.child is not None and evidence.child.complete):
+        text = "The trainer ended with exit code 0, but final/manifest.json is missing"
+        return Verdict(Cause.FAILURE, "NoResult", text)
     return None
 
 
-def _the_job_remembers(evidence: Evidence) -> Verdict | None:
-    message = (evidence.child.failed or evidence.child.failing or "") if evidence.child else ""
-    if "DisruptionTarget" in message:
-        return _preempted(evidence, message)
-    match = _JOB_EXIT_CODE.search(message)
-    if not match:
-        return None
-    code = int(match.group(1))
-    if code == ExitCode.PREEMPTED:
-        return _preempted(evidence, message)
-    cause = Cause.PERMANENT if code in NEVER_RETRIED else Cause.FAILURE
-    return Verdict(Cause.OUT_OF_MEMORY if code == ExitCode.OUT_OF_MEMORY else cause, reason_of(code), message)
-
-
 def _gone_without_a_word(evidence: Evidence) -> Verdict | None:
-    detail = f" ({evidence.child.failed})" if evidence.child and evidence.child.failed else ""
+    message = _job_message(evidence.child)
+    detail = f" ({message})" if message else ""
     return Verdict(Cause.INFRASTRUCTURE, "PodsGone", f"The pods are gone without a word{detail}")
 
 
 RULES: tuple[Callable[[Evidence], Verdict | None], ...] = (
     _a_person_must_act,
     _out_of_memory,
-    _disrupted,
     _node_lost,
+    _disrupted,
+    _over_its_own_limit,
+    _the_job_was_disrupted,
     _a_process_failed,
     _asked_to_stop,
     _transient,
     _left_without_result,
-    _the_job_remembers,
     _gone_without_a_word,
 )
 
@@ -171,15 +189,28 @@ def classify_end(evidence: Evidence) -> Verdict:
 
 
 def has_ended(child: ChildView, pods: tuple[PodView, ...]) -> bool:
-    """Whether an attempt is over: its Job says so, or all that still lives can't be reached any more."""
-    if child.finished:
-        return all(pod.ended or pod.grace_over for pod in pods)
-    living = [pod for pod in pods if not pod.ended]
-    return child.failing is not None and bool(living) and all(pod.grace_over for pod in living)
+    """Whether an attempt is over: its Job says so, or all that still lives can't be reached any more.
+
+    The Job controller says nothing of a pod on a lost node: that pod never reaches a final phase.
+    """
+    unfinished = [pod for pod in pods if not pod.ended]
+    return (child.finished or bool(unfinished)) and all(pod.grace_over for pod in unfinished)
+
+
+def _ending_of(pod: PodView) -> Ending:
+    word, code = pod.word, pod.exit_code
+    if word is not None and (word.code or not code):
+        return Ending(word.code, word.reason, word.message, pod)
+    assert code is not None, "the caller has looked"
+    return Ending(code, reason_of(code), f"Pod {pod.name} ended with {_exit_words(code)}", pod)
+
+
+def _job_message(child: ChildView | None) -> str:
+    return (child.failed or child.failing or "") if child else ""
 
 
 def _preempted(evidence: Evidence, why: str) -> Verdict:
-    saved = max((word.step for word in evidence.words if word.code == ExitCode.PREEMPTED), default=None)
+    saved = evidence.saved_step
     text = f"{why}; saved at step {saved}" if saved is not None else f"{why}; it could not save any more"
     return Verdict(Cause.PREEMPTION, "Preempted", text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,6 +12,9 @@ from lora_api.job import Condition, ConditionType, JobStatus, Phase
 from lora_operator.core.times import format_time
 
 _MESSAGE_LIMIT = 512  # eleven conditions stay well under the 8 kB that a status may have
+_REASON_LIMIT = 128
+_NOT_IN_REASONS = re.compile(r"[^A-Za-z0-9_]")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object in memory: never the same twice
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ def merge_conditions(
         by_type[fact.type] = Condition(
             type=fact.type,
             status=status,
-            reason=fact.reason,
+            reason=_word(fact.reason),
             message=shorten(fact.message),
             last_transition_time=format_time(now) if moved or before is None else before.last_transition_time,
             observed_generation=generation,
@@ -43,9 +47,14 @@ def merge_conditions(
     return tuple(by_type[kind] for kind in ConditionType if kind in by_type)
 
 
+def _word(reason: str) -> str:
+    """A legal reason, whatever a trainer or a kubelet said."""
+    return _NOT_IN_REASONS.sub("", reason)[:_REASON_LIMIT] or "Unknown"
+
+
 def shorten(message: str, limit: int = _MESSAGE_LIMIT) -> str:
-    """One line of at most `limit` characters."""
-    line = " ".join(message.split())
+    """One line of at most `limit` characters, the same for the same fact."""
+    line = " ".join(_ADDRESS.sub("", message).split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 

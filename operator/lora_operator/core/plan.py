@@ -7,23 +7,53 @@ What every pass does besides (progress, ledger, retention, conditions) is in `as
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 
-from lora_api import names
 from lora_api.job import FINALIZER, ConditionType, JobStatus
+from lora_api.run import FinalManifest
 from lora_operator.core.assemble import Decision, assemble
 from lora_operator.core.classify import Cause, Evidence, Verdict, classify_end, has_ended
-from lora_operator.core.conditions import condition_of, holds, is_terminal
+from lora_operator.core.conditions import condition_of, holds, is_terminal, shorten
+from lora_operator.core.endings import (
+    AT_ONCE,
+    SOON,
+    after,
+    backoff_seconds,
+    child_name,
+    fail,
+    go_on_failing,
+    next_attempt,
+    normal,
+    warning,
+)
+from lora_operator.core.facts import (
+    all_children,
+    count_pods,
+    has_run,
+    heartbeat,
+    is_foreign,
+    living,
+    own_result,
+    pods_in_the_way,
+    store_trouble,
+    unstopped,
+)
 from lora_operator.core.manifests import build_attempt
-from lora_operator.core.progress import finished_progress
+from lora_operator.core.progress import PROGRESS_INTERVAL, finished_progress
 from lora_operator.core.state import Kind, State, waiting_state
 from lora_operator.core.times import format_duration, format_time, parse_time
 from lora_operator.core.validate import problems_of_run
-from lora_operator.core.views import ChildView, Event, EventType, Observed, Plan, PodView
+from lora_operator.core.views import Event, Manifest, Observed, Plan, PodView
 
-_AT_ONCE = 0.0
-_SOON = 5.0
+__all__ = ["RULES", "backoff_seconds", "plan"]
+
+_RUNNING = PROGRESS_INTERVAL.total_seconds()
 _LATER = 30.0
+_RARELY = 120.0
+_LEAVING = timedelta(seconds=60)  # a process that has committed its result may take this long to leave
+_SAME = 150  # characters that must agree for two sentences to say the same
+_QUOTA_RECLAIMED = "QuotaReclaimed"
+_IN_ORDER = "The manifest, its profile and its store are in order"
 
 
 def plan(observed: Observed) -> Plan:
@@ -39,47 +69,57 @@ def _it_is_being_deleted(o: Observed) -> Decision | None:
     metadata = o.raw["metadata"]
     if metadata.get("deletionTimestamp") is None:
         return None
-    children = tuple((child.name, child.uid) for child in _all_children(o) if not child.terminating)
     finalizers = tuple(metadata.get("finalizers") or ())
     state = State(Kind.DELETING, "Deleting", "The job is being deleted")
     if FINALIZER not in finalizers:
         return Decision(state)  # owner references do the rest
-    if _living(o.pods + o.stray_pods) or children:
-        return Decision(state, delete_children=children, requeue=_SOON)
-    if o.store_error and o.run is None and o.store is not None:
-        return Decision(
-            state,
-            requeue=_LATER,
-            events=(_warning("DeleteWaits", f"The run directory can't be deleted: {o.store_error}"),),
-        )
-    ours = o.run is not None and o.run.owner is not None and o.run.owner.uid == metadata.get("uid")
-    return Decision(state, delete_run=ours, finalizers=tuple(name for name in finalizers if name != FINALIZER))
+    children = tuple((child.name, child.uid) for child in all_children(o) if not child.terminating)
+    if children or pods_in_the_way(o):
+        return Decision(state, delete_children=children, requeue=SOON)
+    if o.run is None and o.store_error:
+        text = f"The run directory can't be deleted yet: {o.store_error}"
+        waits = State(Kind.DELETING, "Deleting", text)
+        return Decision(waits, requeue=_LATER, events=_once(o.status, warning("DeleteWaits", text)))
+    left = tuple(name for name in finalizers if name != FINALIZER)
+    if o.run is None:  # waiting would hold up the whole namespace for what may never come back
+        text = f"The run directory is left where it is: {store_trouble(o)}"
+        return Decision(state, finalizers=left, events=(warning("RunDirectoryLeft", text),))
+    ours = o.run.owner is not None and o.run.owner.uid == metadata.get("uid")
+    return Decision(state, delete_run=ours, finalizers=left)
 
 
 def _it_has_ended_for_good(o: Observed) -> Decision | None:
     if not is_terminal(o.status):
         return None
     kind = Kind.SUCCEEDED if holds(o.status, ConditionType.SUCCEEDED) else Kind.FAILED
-    condition = condition_of(o.status, ConditionType(kind.value))
-    assert condition is not None, "is_terminal() has seen it"
-    leftovers = [child for child in _all_children(o) if not child.finished and not child.terminating]
-    stop = tuple((child.name, child.uid) for child in leftovers if kind is Kind.FAILED)
-    return Decision(State(kind, condition.reason, condition.message), delete_children=stop, frozen=True)
+    stop = unstopped(all_children(o)) if kind is Kind.FAILED else ()
+    return Decision(State(kind, kind.value), delete_children=stop, frozen=True)
 
 
 def _the_result_is_there(o: Observed) -> Decision | None:
-    if o.job is None or o.run is None or o.run.final is None or problems_of_run(o.job, o.run):
+    final = own_result(o)
+    if o.job is None or o.run is None or final is None or problems_of_run(o.job, o.run):
         return None
-    final = o.run.final
+    still_there = living(o.pods) if o.child is not None and not o.child.finished else []
+    if still_there and _may_take_its_leave(o.now, final):
+        text = f"The result is committed; {count_pods(len(still_there))} still running"
+        state = State(Kind.RUNNING, "Finalizing", text)
+        return Decision(state, updates={"stage": "Finalizing"}, requeue=SOON)
     text = f"Trained {final.step} steps; the adapter is {o.run.location}final/{final.adapter}"
     updates = {
-        "progress": finished_progress(o.status.progress, final),
-        "completion_time": o.status.completion_time or format_time(o.now),
+        "progress": finished_progress(o.status.progress, heartbeat(o), final),
+        "completion_time": format_time(o.now),
         "start_time": o.status.start_time or format_time(o.now),
         "stage": None,
         "retry_at": None,
     }
-    return Decision(State(Kind.SUCCEEDED, "Completed", text), updates=updates, events=(_normal("Succeeded", text),))
+    stop = unstopped(all_children(o)) if still_there else ()
+    state = State(Kind.SUCCEEDED, "Completed", text)
+    return Decision(state, updates=updates, delete_children=stop, events=(normal("Succeeded", text),))
+
+
+def _it_is_failing(o: Observed) -> Decision | None:
+    return go_on_failing(o) if o.status.completion_time else None
 
 
 def _it_can_not_be_accepted(o: Observed) -> Decision | None:
@@ -89,37 +129,35 @@ def _it_can_not_be_accepted(o: Observed) -> Decision | None:
     if not problems:
         return None
     text = "; ".join(map(str, problems))
-    before = condition_of(o.status, ConditionType.ACCEPTED)
-    news = before is None or before.status != "False" or before.message != text
     reason = "InvalidSpec" if o.job is None else "NotAccepted"
-    events = (_warning(reason, text),) if news else ()
+    events = _once(o.status, warning(reason, text))
     return Decision(State(Kind.INVALID, reason, text), requeue=_LATER if o.job else None, events=events)
 
 
 def _the_name_is_taken(o: Observed) -> Decision | None:
     if o.child is None or o.child.ours:
         return None
+    if o.child.terminating or o.child.of_a_job:
+        text = f"waiting for the Job {o.child.name} of an earlier job of this name to go"
+        return Decision(waiting_state(o.status, Kind.PENDING, "NameInUse", text), requeue=SOON)
     text = f"A Job named {o.child.name} exists and belongs to somebody else; delete or rename it, or rename this job"
-    return Decision(
-        State(Kind.INVALID, "NameTaken", text), requeue=_LATER, events=_once(o.status, _warning("NameTaken", text))
-    )
+    events = _once(o.status, warning("NameTaken", text))
+    return Decision(State(Kind.INVALID, "NameTaken", text), requeue=_LATER, events=events)
 
 
 def _it_is_suspended(o: Observed) -> Decision | None:
     if o.job is None or not o.job.spec.run_policy.suspend:
         return None
-    live = _living(o.pods + o.stray_pods)
+    live = pods_in_the_way(o)
+    stopping = Kind.RUNNING if any(pod.phase == "Running" for pod in live) else Kind.SUSPENDING
     if o.child is not None and not o.child.finished:
-        text = "Suspended by spec.runPolicy.suspend; saving and stopping"
-        return Decision(
-            State(Kind.SUSPENDING, "Suspending", text), updates=_next_attempt(o.status, o), requeue=_AT_ONCE
-        )
-    if live:
-        return Decision(
-            State(Kind.SUSPENDING, "Suspending", f"{len(live)} pods are saving and stopping"), requeue=_SOON
-        )
+        state = State(stopping, "Suspending", "Saving and stopping, as spec.runPolicy.suspend asks")
+        return Decision(state, updates=next_attempt(o), requeue=AT_ONCE)
+    if live or unstopped(o.other_children):
+        state = State(stopping, "Suspending", f"Waiting for {count_pods(len(live))} to save and stop")
+        return Decision(state, requeue=SOON)
     text = "Suspended by spec.runPolicy.suspend; set it to false to go on"
-    news = () if holds(o.status, ConditionType.SUSPENDED) else (_normal("Suspended", text),)
+    news = () if holds(o.status, ConditionType.SUSPENDED) else (normal("Suspended", text),)
     return Decision(State(Kind.SUSPENDED, "Suspended", text), updates={"stage": None}, events=news)
 
 
@@ -127,123 +165,120 @@ def _it_was_never_started(o: Observed) -> Decision | None:
     if o.status.attempt > 0:
         return None
     if o.run is None:
-        text = f"The store can't be reached: {o.store_error}"
-        return Decision(State(Kind.PENDING, "StoreUnavailable", text, accepted=None), requeue=_SOON)
-    text = "The manifest, its profile and its store are in order"
-    first = {"attempt": 1, "child_name": _child_name(o, 1), "start_time": format_time(o.now)}
-    return Decision(
-        State(Kind.PENDING, "Accepted", text), updates=first, requeue=_AT_ONCE, events=(_normal("Accepted", text),)
-    )
+        text = f"The store can't be reached: {store_trouble(o)}"
+        return Decision(State(Kind.PENDING, "StoreUnavailable", text, accepted=None), requeue=SOON)
+    attempt = max((child.attempt for child in o.other_children), default=0) or 1  # more only if the status was lost
+    first = {"attempt": attempt, "child_name": child_name(o, attempt), "start_time": format_time(o.now)}
+    events = (normal("Accepted", _IN_ORDER),)
+    return Decision(State(Kind.PENDING, "Accepted", _IN_ORDER), updates=first, requeue=AT_ONCE, events=events)
 
 
 def _its_attempt_has_ended(o: Observed) -> Decision | None:
-    vanished = o.child is None and holds(o.status, ConditionType.RUNNING) and not _living(o.pods)
+    vanished = o.child is None and has_run(o.status) and not living(o.pods)
     if not vanished and (o.child is None or not has_ended(o.child, o.pods)):
         return None
     if o.run is None:  # whether it has finished is written in the store
-        text = f"The attempt has ended; the store that knows its result can't be reached: {o.store_error}"
-        return Decision(waiting_state(o.status, Kind.PENDING, "StoreUnavailable", text), requeue=_SOON)
-    beat = o.run.progress
-    word = beat.exit if beat and beat.attempt == o.status.attempt else None
-    return _after(o, classify_end(Evidence(o.child, o.pods, word)))
+        text = f"The attempt has ended; the store that knows its result can't be reached: {store_trouble(o)}"
+        return Decision(waiting_state(o.status, Kind.PENDING, "StoreUnavailable", text), requeue=SOON)
+    if o.child is not None and o.child.suspended and _was_counted_as_reclaimed(o.status):
+        return Decision(waiting_state(o.status, Kind.QUEUED, "", ""), updates=next_attempt(o), requeue=AT_ONCE)
+    beat = heartbeat(o)
+    return after(o, classify_end(Evidence(o.child, o.pods, beat.exit if beat else None)))
 
 
 def _it_has_stalled(o: Observed) -> Decision | None:
     limit = o.job.spec.run_policy.stall_timeout_seconds if o.job else 0
-    running = [pod for pod in o.pods if pod.phase == "Running" and pod.started_at and not pod.terminating]
-    if not limit or not running or o.run is None or o.child is None:
+    running = _active(o)
+    if not limit or not running or o.run is None or o.child is None or o.child.terminating:
         return None
-    beat = o.run.progress
-    mine = beat if beat and beat.attempt == o.status.attempt and beat.exit is None else None
-    seen = parse_time(mine.updated_at) if mine else None
-    last_sign = max([moment for moment in (seen, *(pod.started_at for pod in running)) if moment is not None])
-    if o.now - last_sign <= timedelta(seconds=limit):
+    if _not_begun(o) or any(pod.terminating for pod in running):
         return None
-    step = f" at step {mine.step}" if mine else ""
-    text = f"No heartbeat{step} for {format_duration((o.now - last_sign).total_seconds())}; the limit is stallTimeoutSeconds: {limit}"
-    return _after(o, Verdict(Cause.FAILURE, "NoProgress", text))
+    beat = heartbeat(o)
+    alive = beat if beat and beat.exit is None else None
+    signs = [parse_time(alive.updated_at) if alive else None, _store_came_back_at(o), *(p.started_at for p in running)]
+    last_sign = max((moment for moment in signs if moment is not None), default=None)
+    if last_sign is None or o.now - last_sign <= timedelta(seconds=limit):
+        return None
+    step = f" at step {alive.step}" if alive else ""
+    silence = format_duration((o.now - last_sign).total_seconds())
+    text = f"No heartbeat{step} for {silence}; the limit is stallTimeoutSeconds: {limit}"
+    lost = [pod for pod in running if pod.phase == "Unknown"]
+    if lost:
+        text = f"Pod {lost[0].name} on node {lost[0].node} can't be reached. {text}"
+        return after(o, Verdict(Cause.INFRASTRUCTURE, "NodeLost", text))
+    return after(o, Verdict(Cause.FAILURE, "NoProgress", text))
 
 
 def _it_waits_to_be_created(o: Observed) -> Decision | None:
-    if o.child is not None:
+    if o.child is not None or has_run(o.status):
         return None
-    assert o.job is not None, "a job without a valid spec was not accepted"
     retry_at = parse_time(o.status.retry_at)
     if retry_at is not None and o.now < retry_at:
-        wait = (retry_at - o.now).total_seconds()
-        return Decision(
-            waiting_state(o.status, Kind.PENDING, "BackingOff", f"the next attempt begins at {o.status.retry_at}"),
-            requeue=wait,
-        )
+        state = waiting_state(o.status, Kind.PENDING, "BackingOff", f"the next attempt begins at {o.status.retry_at}")
+        return Decision(state, requeue=(retry_at - o.now).total_seconds())
+    pods = pods_in_the_way(o)
+    if pods or unstopped(o.other_children):
+        text = f"waiting for {count_pods(len(pods))} of an earlier attempt to end"
+        return Decision(waiting_state(o.status, Kind.PENDING, "Stopping", text), requeue=SOON)
+    if o.run is None:  # the trainer could not reach it either; that would count as its failure
+        text = f"the store can't be reached: {store_trouble(o)}"
+        return Decision(waiting_state(o.status, Kind.PENDING, "StoreUnavailable", text), requeue=SOON)
     if o.apply_error:
+        events = _once(o.status, warning("CreateRefused", o.apply_error))
         state = waiting_state(o.status, Kind.PENDING, "CreateRefused", o.apply_error)
-        return Decision(
-            state, create=_attempt(o), requeue=_LATER, events=_once(o.status, _warning("CreateRefused", o.apply_error))
-        )
-    waiting = [pod for pod in _living(o.pods + o.stray_pods) if not pod.grace_over]
-    if waiting or _unfinished_others(o):
-        text = f"waiting for {len(waiting)} pods of an earlier attempt to end"
-        return Decision(waiting_state(o.status, Kind.PENDING, "Stopping", text), requeue=_SOON)
-    text = f"attempt {o.status.attempt} is created"
-    created = _normal("Created", f"Created attempt {o.status.attempt} as Job {o.status.child_name}")
-    return Decision(
-        waiting_state(o.status, Kind.PENDING, "Created", text),
-        updates={"retry_at": None},
-        create=_attempt(o),
-        requeue=_SOON,
-        events=(created,),
-    )
+        return Decision(state, requeue=_LATER, events=events)
+    created = normal("Created", f"Created attempt {o.status.attempt} as Job {o.status.child_name}")
+    state = waiting_state(o.status, Kind.PENDING, "Created", f"attempt {o.status.attempt} is created")
+    return Decision(state, updates={"retry_at": None}, create=_attempt(o), requeue=SOON, events=(created,))
 
 
 def _kueue_holds_it(o: Observed) -> Decision | None:
     if o.child is None or not o.child.suspended:
         return None
     text = "waiting for its queue to admit it"
-    if not holds(o.status, ConditionType.RUNNING):
-        return Decision(waiting_state(o.status, Kind.QUEUED, "AwaitingAdmission", text))
+    if not has_run(o.status):
+        return Decision(waiting_state(o.status, Kind.QUEUED, "AwaitingAdmission", text), requeue=_RARELY)
     restarts = o.status.restarts.model_copy(update={"preemption": o.status.restarts.preemption + 1})
-    state = State(Kind.INTERRUPTED, "QuotaReclaimed", f"The queue took its quota back — {text}")
-    return Decision(
-        state, updates={"restarts": restarts, "stage": None}, events=(_warning("Interrupted", state.message),)
-    )
+    state = State(Kind.INTERRUPTED, _QUOTA_RECLAIMED, f"The queue took its quota back — {text}")
+    events = (warning("Interrupted", f"Attempt {o.status.attempt} was stopped: the queue took its quota back"),)
+    return Decision(state, updates={"restarts": restarts, "stage": None}, requeue=_RARELY, events=events)
 
 
 def _it_runs(o: Observed) -> Decision | None:
-    running = [pod for pod in o.pods if pod.phase == "Running" and pod.exit_code is None]
-    if not running:
+    running = _active(o)
+    if not running or _not_begun(o):
         return None
+    beat = heartbeat(o)
+    if o.run is None:
+        stage, detail = o.status.stage or "Initializing", f"; the store can't be reached: {store_trouble(o)}"
+    elif beat is None or beat.exit is not None:
+        stage, detail = "Initializing", ""
+    else:
+        stage, detail = beat.stage, f": {beat.detail}" if beat.detail else ""
+    where = ", ".join(sorted({pod.node for pod in running if pod.node})) or "this machine"
+    verb = "runs" if len(running) == 1 else "run"
+    state = State(Kind.RUNNING, stage, f"{count_pods(len(running))} {verb} on {where}{detail}")
     stopping = [pod for pod in running if pod.terminating]
     if stopping:
-        why = stopping[0].disrupted or "it was deleted"
-        return Decision(
-            State(Kind.RUNNING, "Stopping", f"Pod {stopping[0].name} is being stopped ({why}); saving"), requeue=_SOON
-        )
-    beat = o.run.progress if o.run else None
-    stage = beat.stage if beat and beat.attempt == o.status.attempt and beat.exit is None else "Initializing"
-    where = ", ".join(sorted({pod.node for pod in running if pod.node})) or "this machine"
-    detail = f": {beat.detail}" if beat and beat.detail and stage == beat.stage else ""
-    began = (
-        ()
-        if holds(o.status, ConditionType.RUNNING)
-        else (_normal("Started", f"Attempt {o.status.attempt} runs on {where}"),)
-    )
-    return Decision(
-        State(Kind.RUNNING, stage, f"{len(running)} pods run on {where}{detail}"),
-        updates={"stage": stage},
-        requeue=_SOON,
-        events=began,
-    )
+        text = f"Pod {stopping[0].name} is being stopped ({stopping[0].disrupted or 'it was deleted'}); saving"
+        state = State(Kind.RUNNING, "Stopping", text)
+    began = () if has_run(o.status) else (normal("Started", f"Attempt {o.status.attempt} runs on {where}"),)
+    requeue = SOON if stopping or stage != "Training" else _RUNNING
+    return Decision(state, updates={"stage": stage}, requeue=requeue, events=began)
 
 
 def _it_waits_for_its_pods(o: Observed) -> Decision:
     assert o.job is not None, "a job without a valid spec was not accepted"
+    if has_run(o.status) and not _not_begun(o):
+        text = "The pods have ended; how is not known yet"
+        return Decision(State(Kind.RUNNING, "Ending", text), requeue=SOON)
     state = _why_pods_wait(o)
     limit = o.job.spec.run_policy.startup_deadline_seconds
-    created_at = o.child.created_at if o.child else None
-    if limit and created_at and o.now - created_at > timedelta(seconds=limit):
-        text = f"No pod started within startupDeadlineSeconds: {limit}; {state.message}"
-        return _failed(o, Verdict(Cause.PERMANENT, "StartupDeadlineExceeded", text))
-    return Decision(state, requeue=_SOON)
+    began = (o.child.started_at or o.child.created_at) if o.child else None
+    if limit and began and o.now - began > timedelta(seconds=limit):
+        text = f"The pods have not started within startupDeadlineSeconds: {limit}; {state.message}"
+        return fail(o, Verdict(Cause.PERMANENT, "StartupDeadlineExceeded", text))
+    return Decision(state, requeue=SOON)
 
 
 def _why_pods_wait(o: Observed) -> State:
@@ -251,9 +286,8 @@ def _why_pods_wait(o: Observed) -> State:
         if pod.unschedulable is not None:
             return waiting_state(o.status, Kind.QUEUED, "Unschedulable", f"Pod {pod.name}: {pod.unschedulable}")
         if pod.waiting is not None:
-            return waiting_state(
-                o.status, Kind.PENDING, pod.waiting.partition(":")[0], f"Pod {pod.name}: {pod.waiting}"
-            )
+            reason = pod.waiting.partition(":")[0]
+            return waiting_state(o.status, Kind.PENDING, reason, f"Pod {pod.name}: {pod.waiting}")
     if o.warnings:
         return waiting_state(o.status, Kind.PENDING, "PodWarning", o.warnings[0])
     return waiting_state(o.status, Kind.PENDING, "Starting", f"attempt {o.status.attempt} is starting")
@@ -263,6 +297,7 @@ RULES: tuple[Callable[[Observed], Decision | None], ...] = (
     _it_is_being_deleted,
     _it_has_ended_for_good,
     _the_result_is_there,
+    _it_is_failing,
     _it_can_not_be_accepted,
     _the_name_is_taken,
     _it_is_suspended,
@@ -276,90 +311,39 @@ RULES: tuple[Callable[[Observed], Decision | None], ...] = (
 )
 
 
-def _after(o: Observed, verdict: Verdict) -> Decision:
-    """An attempt has ended with this verdict: the next one, or the end."""
-    assert o.job is not None, "a job without a valid spec was not accepted"
-    failures = o.status.restarts.failure + o.status.restarts.out_of_memory
-    limit = o.job.spec.run_policy.backoff_limit
-    if verdict.cause is Cause.PERMANENT:
-        return _failed(o, verdict)
-    counted = verdict.cause in (Cause.FAILURE, Cause.OUT_OF_MEMORY)
-    if counted and failures >= limit:
-        return _failed(
-            o,
-            Verdict(
-                verdict.cause, verdict.reason, f"{verdict.message} (failure {failures + 1}; backoffLimit is {limit})"
-            ),
-        )
-    wait = backoff_seconds(o, failures) if counted else 0.0
-    restarts = o.status.restarts.model_copy(
-        update={verdict.cause.value: getattr(o.status.restarts, verdict.cause.value) + 1}
-    )
-    updates = {
-        **_next_attempt(o.status, o),
-        "restarts": restarts,
-        "restarts_total": restarts.total,
-        "retry_at": format_time(o.now + timedelta(seconds=wait)) if wait else None,
-    }
-    event = _warning("Interrupted", f"Attempt {o.status.attempt} ended: {verdict.message}")
-    return Decision(
-        State(Kind.INTERRUPTED, verdict.reason, verdict.message), updates=updates, requeue=_AT_ONCE, events=(event,)
-    )
+def _may_take_its_leave(now: datetime, final: FinalManifest) -> bool:
+    completed_at = parse_time(final.completed_at)
+    return completed_at is not None and now - completed_at < _LEAVING
 
 
-def backoff_seconds(o: Observed, failures: int) -> float:
-    """Seconds before the retry after `failures` earlier ones: doubles, up to the profile's maximum."""
-    if o.profile is None:
-        return 10.0
-    backoff = o.profile.spec.backoff
-    return float(min(backoff.max_seconds, backoff.initial_seconds * 2 ** min(failures, 30)))
+def _was_counted_as_reclaimed(status: JobStatus) -> bool:
+    condition = condition_of(status, ConditionType.INTERRUPTED)
+    return condition is not None and condition.status == "True" and condition.reason == _QUOTA_RECLAIMED
 
 
-def _failed(o: Observed, verdict: Verdict) -> Decision:
-    updates = {"completion_time": format_time(o.now), "stage": None, "retry_at": None}
-    event = _warning("Failed", verdict.message)
-    return Decision(
-        State(Kind.FAILED, verdict.reason, verdict.message), updates=updates, requeue=_AT_ONCE, events=(event,)
-    )
+def _store_came_back_at(o: Observed) -> datetime | None:
+    """When the store was readable again: a heartbeat could not be written before, and may take a moment more."""
+    condition = condition_of(o.status, ConditionType.CHECKPOINT_GC)
+    return parse_time(condition.last_transition_time) if condition is not None and condition.status == "True" else None
 
 
-def _next_attempt(status: JobStatus, o: Observed) -> dict[str, object]:
-    attempt = status.attempt + 1
-    return {"attempt": attempt, "child_name": _child_name(o, attempt), "stage": None}
+def _not_begun(o: Observed) -> list[PodView]:
+    return [pod for pod in o.pods if pod.phase == "Pending" and not pod.terminating]
 
 
-def _child_name(o: Observed, attempt: int) -> str:
-    return names.child_name(o.raw["metadata"]["name"], attempt)
+def _active(o: Observed) -> list[PodView]:
+    return [pod for pod in o.pods if pod.phase in ("Running", "Unknown") and pod.exit_code is None]
 
 
-def _attempt(o: Observed) -> tuple[dict[str, object], ...]:
+def _attempt(o: Observed) -> tuple[Manifest, ...]:
     assert o.job is not None, "an attempt needs a valid job"
     assert o.profile is not None, "an attempt needs its profile"
     assert o.store is not None, "an attempt needs its store"
-    return build_attempt(o.job, o.profile, o.store, o.status.attempt, o.run.progress if o.run else None)
-
-
-def _all_children(o: Observed) -> tuple[ChildView, ...]:
-    mine = (o.child,) if o.child is not None and o.child.ours else ()
-    return (*mine, *o.other_children)
-
-
-def _unfinished_others(o: Observed) -> list[ChildView]:
-    return [child for child in o.other_children if not child.finished]
-
-
-def _living(pods: tuple[PodView, ...]) -> list[PodView]:
-    return [pod for pod in pods if not pod.ended]
+    last = o.run.progress if o.run and not is_foreign(o) else None
+    return build_attempt(o.job, o.profile, o.store, o.status.attempt, last)
 
 
 def _once(status: JobStatus, event: Event) -> tuple[Event, ...]:
     """The event, unless a condition says the same already."""
-    return () if any(event.message in condition.message for condition in status.conditions) else (event,)
-
-
-def _normal(reason: str, message: str) -> Event:
-    return Event(EventType.NORMAL, reason, message)
-
-
-def _warning(reason: str, message: str) -> Event:
-    return Event(EventType.WARNING, reason, message)
+    text = shorten(event.message, _SAME + 1)[:_SAME]
+    return () if any(text in condition.message for condition in status.conditions) else (event,)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import datetime, timedelta
 from typing import Any
 
 from pydantic import ValidationError
 
 from lora_api import names
-from lora_api.job import JobStatus
+from lora_api.job import KIND, JobStatus
 from lora_api.run import ExitWord
 from lora_operator.core.times import parse_time
 from lora_operator.core.views import ChildView, Manifest, PodView
@@ -18,11 +19,30 @@ _GRACE_SLACK = timedelta(seconds=30)  # the kubelet needs a moment to report aft
 
 
 def read_status(raw: Manifest) -> JobStatus:
-    """The status of a job as read; a status this version can't read counts as none."""
+    """The status of a job as read, without what this version can't read.
+
+    What another version wrote beside it (a field that is new) must not make a finished job begin again.
+    """
+    status = raw.get("status") or {}
     try:
-        return JobStatus.model_validate(raw.get("status") or {})
+        return JobStatus.model_validate(status)
+    except ValidationError as error:
+        status = copy.deepcopy(status)
+        for detail in error.errors():
+            _remove(status, detail["loc"], whole_field=detail["type"] != "extra_forbidden")
+    try:
+        return JobStatus.model_validate(status)
     except ValidationError:
         return JobStatus()
+
+
+def _remove(status: Any, place: tuple[int | str, ...], *, whole_field: bool) -> None:
+    """Removes an unknown key, or the whole field of the status in which something is wrong."""
+    *parents, last = place[:1] if whole_field else place
+    for part in parents:
+        status = status[part]
+    if isinstance(status, dict):
+        status.pop(last, None)
 
 
 def child_view(manifest: Manifest, job_uid: str) -> ChildView:
@@ -41,6 +61,8 @@ def child_view(manifest: Manifest, job_uid: str) -> ChildView:
         failed=conditions.get("Failed"),
         complete="Complete" in conditions,
         created_at=parse_time(metadata.get("creationTimestamp")),
+        started_at=parse_time((manifest.get("status") or {}).get("startTime")),
+        of_a_job=any(owner.get("kind") == KIND for owner in owners),
     )
 
 
@@ -48,7 +70,9 @@ def pod_view(manifest: Manifest, now: datetime) -> PodView:
     """A pod of an attempt."""
     metadata, status = manifest["metadata"], manifest.get("status") or {}
     conditions = _conditions(manifest)
-    container: dict[str, Any] = next((c for c in status.get("containerStatuses") or [] if c["name"] == names.TRAINER_CONTAINER), {})
+    container: dict[str, Any] = next(
+        (c for c in status.get("containerStatuses") or [] if c["name"] == names.TRAINER_CONTAINER), {}
+    )
     state = container.get("state") or {}
     terminated, waiting, running = (state.get(key) or {} for key in ("terminated", "waiting", "running"))
     deadline = parse_time(metadata.get("deletionTimestamp"))
@@ -69,6 +93,7 @@ def pod_view(manifest: Manifest, now: datetime) -> PodView:
         started_at=parse_time(running.get("startedAt")),
         node=(manifest.get("spec") or {}).get("nodeName"),
         reason=status.get("reason", ""),
+        message=status.get("message", ""),
     )
 
 

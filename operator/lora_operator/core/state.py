@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from lora_api.job import ConditionType, JobStatus
-from lora_operator.core.conditions import Fact, condition_of, holds
+from lora_operator.core.conditions import Fact, condition_of, holds, shorten
+
+_WHY_LIMIT = 300  # of a message, so that what is waited for is read, too
+_PARTS = " — "
 
 
 class Kind(StrEnum):
@@ -82,5 +85,5 @@ def waiting_state(status: JobStatus, kind: Kind, reason: str, message: str) -> S
         return State(kind, reason, message)
     before = condition_of(status, ConditionType.INTERRUPTED)
     assert before is not None, "holds() has seen it"
-    why = before.message.partition(" — ")[0]
-    return State(Kind.INTERRUPTED, before.reason, f"{why} — {message}" if message else why)
+    why = shorten(before.message.partition(_PARTS)[0], _WHY_LIMIT)
+    return State(Kind.INTERRUPTED, before.reason, f"{why}{_PARTS}{message}" if message else why)

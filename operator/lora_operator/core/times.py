@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 
 
 def parse_time(text: str | None) -> datetime | None:
@@ -16,9 +16,11 @@ def parse_time(text: str | None) -> datetime | None:
     return moment if moment.tzinfo else None
 
 
-def format_time(moment: datetime) -> str:
-    """Whole seconds in UTC, as Kubernetes writes `metav1.Time`."""
-    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+def format_time(moment: datetime, *, round_up: bool = False) -> str:
+    """Whole seconds in UTC, as Kubernetes writes `metav1.Time`; the second before, or the one after."""
+    if round_up and moment.microsecond:
+        moment += timedelta(seconds=1)
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def format_duration(seconds: float) -> str:

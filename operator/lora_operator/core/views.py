@@ -45,6 +45,7 @@ class PodView:
     started_at: datetime | None = None  # when its trainer container began to run
     node: str | None = None
     reason: str = ""  # pod-level reason: Evicted, NodeLost, Terminated, ...
+    message: str = ""  # pod-level message, such as which limit an evicted pod went over
 
     @property
     def ended(self) -> bool:
@@ -66,6 +67,8 @@ class ChildView:
     failed: str | None = None  # message of its condition Failed
     complete: bool = False
     created_at: datetime | None = None
+    started_at: datetime | None = None  # when it was last allowed to have pods: waiting in a queue doesn't count
+    of_a_job: bool = False  # owned by some LoRATrainingJob: if not by this one, by one of this name that was deleted
 
     @property
     def finished(self) -> bool:
@@ -102,7 +105,7 @@ class Observed:
     stray_pods: tuple[PodView, ...] = ()  # pods of other attempts that have not ended
     other_children: tuple[ChildView, ...] = ()  # our Jobs of other attempts
     run: RunView | None = None  # None: the store can't be read now
-    store_error: str | None = None
+    store_error: str | None = None  # why it can't be read now; with a run: why it can't be written
     apply_error: str | None = None  # why the API server refused what the last pass tried
     warnings: tuple[str, ...] = ()  # texts of warning events of pods that don't start
 
@@ -125,7 +128,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do. Applied in the order of its fields; then the status is written; then the events are sent."""
+    """What to do: finalizers alone, else store, children, status; events when the status is written."""
 
     status: JobStatus
     create: tuple[Manifest, ...] = ()

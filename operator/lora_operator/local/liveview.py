@@ -37,7 +37,14 @@ class Snapshot:
 
     key: JobKey
     status: JobStatus
-    progress: Progress | None = None  # the heartbeat: fresher than the status
+    heartbeat: Progress | None = None  # fresher than the status; may be an earlier attempt's
+
+    @property
+    def progress(self) -> Progress | None:
+        """The heartbeat of what runs now."""
+        beat = self.heartbeat
+        is_current = beat is not None and beat.attempt == self.status.attempt and beat.exit is None
+        return beat if is_current and self.status.phase is Phase.RUNNING else None
 
 
 class View(Protocol):
@@ -80,7 +87,7 @@ class PlainView:
     def update(self, snapshot: Snapshot, now: datetime) -> None:
         """A line when a tenth of the steps or half a minute has passed, or when the trainer does something else."""
         beat = snapshot.progress
-        if beat is None or beat.exit is not None or snapshot.status.phase is not Phase.RUNNING:
+        if beat is None:
             return
         if beat.stage != "Training":
             if beat.detail and beat.detail.split(" ")[0] != self._said_detail:
@@ -149,13 +156,13 @@ def render(snapshot: Snapshot, recent: list[Text]) -> RenderableType:
     doing = _doing(status, beat)
     if doing:
         head.append(f"  {doing}", style="dim")
-    step, steps = (beat.step, beat.steps) if beat else _last_known(status)
+    step, steps = (beat.step, beat.steps) if beat and beat.stage == "Training" else _last_known(status)
     rows: list[RenderableType] = [head]
     if steps:
         bar = Table.grid(padding=(0, 1))
         bar.add_row(ProgressBar(total=steps, completed=step, width=40), f"{step}/{steps}", f"{100 * step // steps}%")
         rows.append(bar)
-    if beat is not None and status.phase is Phase.RUNNING:
+    if beat is not None:
         rows.append(Text("  ".join(_figures(beat)[1:])))
     facts = Table.grid(padding=(0, 2))
     for name, text in facts_of(status):
@@ -203,10 +210,8 @@ def _figures(beat: Progress) -> list[str]:
 
 
 def _doing(status: JobStatus, beat: Progress | None) -> str:
-    if status.phase is not Phase.RUNNING:
-        return f"attempt {status.attempt}" if status.attempt > 1 else ""
-    detail = beat.detail if beat and beat.attempt == status.attempt and beat.stage != "Training" else ""
-    stage = beat.stage if beat and beat.attempt == status.attempt and beat.exit is None else status.stage or ""
+    detail = beat.detail if beat and beat.stage != "Training" else ""
+    stage = beat.stage if beat else status.stage or ""
     attempt = f"attempt {status.attempt}" if status.attempt > 1 else ""
     return " · ".join(part for part in (attempt, stage, detail) if part)
 

@@ -142,7 +142,8 @@ def with_absolute_paths(raw: Manifest, folder: Path) -> Manifest:
 
 def fit_to_machine(raw: Manifest, profile: LoRATrainingProfile, gpus: tuple[str, ...]) -> tuple[Manifest, list[str]]:
     """The manifest sized to this machine, and a note for each thing that is not as asked."""
-    manifest, notes = copy.deepcopy(raw), []
+    manifest = copy.deepcopy(raw)
+    notes: list[str] = []
     resources = manifest["spec"].setdefault("resources", {})
     config = manifest["spec"]["config"]
     sizing = profile.spec.sizing

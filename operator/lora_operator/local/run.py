@@ -234,11 +234,14 @@ class LocalRun:
         due = [step for step in self._preempt_at if step <= beat.step]
         if due and self._cluster.preempt(f"preempted on purpose at step {beat.step} (--preempt-at {due[-1]})"):
             self._preempt_at = [step for step in self._preempt_at if step > beat.step]
+            self._view.note(f"preempting the job at step {beat.step}, as asked for", self._clock.now())
 
     def _show(self) -> None:
         self._view.update(Snapshot(self._prepared.key, self._status, self._progress), self._clock.now())
 
     def _show_event(self, event: Event) -> None:
+        if self._signal is not None and event.reason == "Suspended":
+            return  # the closing lines say it in the words of this command
         self._view.event(event, self._clock.now())
 
     def _write_status(self) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lora_api.job import GROUP, KIND, LoRATrainingJob
-from lora_api.problems import InvalidDocument, Problem, parse, suggestion
+from lora_api.problems import InvalidDocument, Problem, parse
 from lora_api.profile import PROFILE_KIND, LoRATrainingProfile
+from lora_api.suggestions import suggestion
 from lora_operator.core.validate import problems_of_job
 from lora_operator.local.yamlfile import Document, UnreadableError, read_documents
 
@@ -26,20 +27,17 @@ class Report:
 
 def validate_files(names: Sequence[str]) -> Report:
     """Checks every document of our kinds; jobs are also held against a profile that is among the files."""
+    files = {name: _read(name) for name in names}
+    profiles = _profiles_among([document for found in files.values() if isinstance(found, list) for document in found])
     report = Report()
-    documents: list[Document] = []
-    for name in names:
-        try:
-            found = read_documents(name)
-        except UnreadableError as error:
-            report.problems.append(str(error))
-            continue
-        documents += found
-        if not found:
+    for name, found in files.items():
+        if isinstance(found, UnreadableError):
+            report.problems.append(str(found))
+        elif not found:
             report.notes.append(f"{name}: holds no document")
-    profiles = _profiles_among(documents)
-    for document in documents:
-        _check(document, profiles, report)
+        else:
+            for document in found:
+                _check(document, profiles, report)
     return report
 
 
@@ -65,6 +63,13 @@ def kind_problem(raw: Any) -> Problem | None:
     if not isinstance(kind, str):
         return Problem("kind", f"is missing; expected {' or '.join(_KINDS)}")
     return Problem("kind", f"{kind!r} is not one of {', '.join(_KINDS)}{suggestion(kind, _KINDS)}")
+
+
+def _read(name: str) -> list[Document] | UnreadableError:
+    try:
+        return read_documents(name)
+    except UnreadableError as error:
+        return error
 
 
 def _profiles_among(documents: list[Document]) -> dict[str, LoRATrainingProfile]:

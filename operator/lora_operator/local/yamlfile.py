@@ -96,8 +96,8 @@ def _read(name: str) -> str:
 def _load_yaml(text: str) -> Iterator[Any]:
     loader = _Loader(text)
     try:
-        while loader.check_data():
-            yield loader.get_data()
+        while loader.check_data():  # type: ignore[no-untyped-call]
+            yield loader.get_data()  # type: ignore[no-untyped-call]
     finally:
         loader.dispose()
 

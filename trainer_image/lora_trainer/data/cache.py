@@ -97,5 +97,5 @@ def checksum(tensors: dict[str, Tensor]) -> str:
     value = 0
     for name in sorted(tensors):
         flat = tensors[name].contiguous().reshape(-1).view(torch.uint8)
-        value = zlib.crc32(flat.numpy(), value)
+        value = zlib.crc32(flat.numpy().data, value)
     return f"{value:08x}"

@@ -13,7 +13,7 @@ from lora_api.run import RunConfig
 from lora_api.store import Store, StoredObject
 from lora_api.stores import Credentials, open_bucket
 from lora_trainer.errors import ConfigurationError, DataError
-from lora_trainer.retry import RetryingStore
+from lora_trainer.retry import RetryingStore, place
 
 SCHEME = "s3://"
 Report = Callable[[str], None]
@@ -116,11 +116,11 @@ def _download(store: Store, item: StoredObject, target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".part-", dir=target.parent) as scratch:
         part = Path(scratch) / "file"
         if not store.fetch(item.key, part):
-            raise DataError(f"{store.location}{item.key}: was removed while it was being downloaded")
+            raise DataError(f"{place(store, item.key)}: was removed while it was being downloaded")
         found = part.stat().st_size
         if found != item.size_bytes:
             raise DataError(
-                f"{store.location}{item.key}: {found} bytes arrived, {item.size_bytes} expected; it is being changed"
+                f"{place(store, item.key)}: {found} bytes arrived, {item.size_bytes} expected; it is being changed"
             )
         os.utime(part, (item.modified_at, item.modified_at))
         part.replace(target)

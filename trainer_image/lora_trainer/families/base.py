@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
@@ -150,8 +151,6 @@ class BaseModel(ABC):
 
     @cached_property
     def _index(self) -> dict[str, Any]:
-        import json
-
         index: dict[str, Any] = json.loads((self.folder / "model_index.json").read_text(encoding="utf-8"))
         return index
 

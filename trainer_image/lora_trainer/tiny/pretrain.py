@@ -47,9 +47,9 @@ def _clouds(count: int, side: int, generator: torch.Generator) -> Tensor:
     shaped = torch.fft.irfft2(torch.fft.rfft2(white) / frequency**power, s=(side, side))
     shaped = shaped / shaped.flatten(1).std(1).view(-1, 1, 1, 1)
     grey = shaped.mean(1, keepdim=True) * 1.7
-    level = torch.randn(count, 3, 1, 1, generator=generator) * 0.3
+    level = torch.randn(count, 3, 1, 1, generator=generator) * 0.45
     strength = 0.15 + 0.45 * torch.rand(count, 1, 1, 1, generator=generator)
-    result: Tensor = level + strength * (0.75 * grey + 0.45 * shaped)
+    result: Tensor = level + strength * (0.65 * grey + 0.75 * shaped)
     return result
 
 
@@ -77,7 +77,9 @@ def train_vae(steps: int = STEPS, seed: int = 0) -> nn.Module:
         pictures = synthetic_pictures(BATCH, SIDE, generator)
         posterior = vae.encode(pictures).latent_dist  # type: ignore[operator]
         again = vae.decode(posterior.sample(generator)).sample  # type: ignore[operator]
-        loss = (again - pictures).abs().mean() + ((again - pictures) ** 2).mean()
+        difference = again - pictures
+        loss = difference.abs().mean() + difference.pow(2).mean()
+        loss = loss + 4 * nn.functional.avg_pool2d(difference, 8).pow(2).mean()  # colours of surfaces before edges
         loss = loss + 1e-4 * posterior.kl().mean() / posterior.mean[0].numel()
         loss.backward()
         nn.utils.clip_grad_norm_(vae.parameters(), 1.0)

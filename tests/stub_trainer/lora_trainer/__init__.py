@@ -1,0 +1,1 @@
+"""Stands in for the real trainer where a test puts its parent folder on PYTHONPATH."""

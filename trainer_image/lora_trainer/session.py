@@ -1,0 +1,210 @@
+"""The part of a start that needs torch: prepare, train, save, finish."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lora_api.run import CheckpointManifest, RunConfig, config_hash
+from lora_api.store import Store
+from lora_api.stores import Credentials
+from lora_trainer import checkpoint, clock
+from lora_trainer.beginning import Beginning
+from lora_trainer.checkpoint import Checkpoint
+from lora_trainer.control import ControlWatch
+from lora_trainer.data.sampler import BatchOrder
+from lora_trainer.data.stream import BatchMaker, Prefetcher, SampleReader, Share
+from lora_trainer.errors import CheckpointIntegrityError, TransientError
+from lora_trainer.fence import Fence
+from lora_trainer.finalize import finish, put_samples
+from lora_trainer.loop import Loop
+from lora_trainer.prepare import Preparation
+from lora_trainer.retry import place
+from lora_trainer.runtime import Group, synchronise
+from lora_trainer.settings import Settings
+from lora_trainer.state import TrainState, build_optimizer, pack, unpack
+from lora_trainer.stopping import Stopped
+from lora_trainer.timing import PartTimer
+
+if TYPE_CHECKING:
+    from lora_trainer.train import Start
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Session:
+    """One rank's work between claim and end.
+
+    Args:
+        start: Reports, stop request and environment of this process.
+        run: What to train.
+        beginning: What rank 0 found in the run directory.
+        store: The run directory, with retries.
+        credentials: Of S3 stores.
+        fence: The claim, on rank 0.
+        group: All ranks.
+        newest: The checkpoint to go on from, on rank 0, which has read it already.
+    """
+
+    start: Start
+    run: RunConfig
+    beginning: Beginning
+    store: Store
+    credentials: Credentials | None
+    fence: Fence | None
+    group: Group
+    newest: Checkpoint | None
+
+    def train(self) -> None:
+        """Goes on from the checkpoint until the job is done.
+
+        Raises:
+            Stopped: When it was asked to stop; what was trained is committed then.
+        """
+        reporter, stop = self.start.reporter, self.start.stop
+        reporter.enter("PreparingData", "importing libraries")
+        self.prepared = Preparation(
+            self.run, self.start.environment, self.credentials, self.group.device, self.group, reporter, stop
+        ).prepare()
+        self._restore()
+        stop.check()
+        with stop.deferred():
+            done = self._loop()
+            if self.state.step > self.start.committed_step:
+                self._save()
+        if not done:
+            raise Stopped(stop.signal_name)
+        reporter.enter("Finalizing")
+        stop.check()
+        if self.fence is not None:
+            finish(
+                self.prepared, self.settings, self.run, store=self.store, fence=self.fence, step=self.state.step,
+                report=self._say,
+            )  # fmt: skip
+        self.group.wait(stop.check)
+        reporter.detail("finished")
+
+    def _restore(self) -> None:
+        """Optimizer, counters and settings, from the checkpoint if there is one."""
+        self.settings = self.beginning.settings
+        self.optimizer = build_optimizer(self.prepared.adapter.parameters(), self.run.config.train)
+        self.state = TrainState()
+        if self.beginning.manifest_key is not None:
+            found, self.newest = self.newest or self._read_again(self.beginning.manifest_key), None
+            try:
+                self.state = unpack(found.files, self.prepared.adapter, self.optimizer)
+            except (ValueError, KeyError) as error:
+                raise CheckpointIntegrityError(f"{found.manifest_key}: does not fit this adapter: {error}") from error
+            log.info("resumed from %s", found.manifest_key)
+        self.start.committed_step = self.state.step
+
+    def _read_again(self, key: str) -> Checkpoint:
+        """The checkpoint that rank 0 chose, on another rank."""
+        raw = self.store.get(key)
+        found = checkpoint.read(self.store, key, CheckpointManifest.model_validate_json(raw)) if raw else "it is gone"
+        if isinstance(found, str):
+            raise TransientError(
+                f"{place(self.store, key)}: rank 0 could read it, rank {self.group.rank} could not: {found}"
+            )
+        return found
+
+    def _loop(self) -> bool:
+        config, reporter, model = self.run.config, self.start.reporter, self.prepared.model
+        share = Share(
+            config.train.batch_size, config.train.gradient_accumulation, self.group.rank, self.group.world_size
+        )
+        order = BatchOrder([s.bucket for s in self.prepared.samples], share.global_batch, config.train.seed)
+        maker = BatchMaker(
+            SampleReader(self.prepared.samples, model, self.prepared.cache), order, model, share,
+            seed=config.train.seed, density=config.train.timestep_type,
+        )  # fmt: skip
+        model.forward_module = self.group.wrap(model.denoiser)
+        reporter.now.samples_per_step = share.samples_per_step
+        reporter.enter("Training")
+        batches = Prefetcher(maker.make, self.state.iteration, share.accumulation)
+        control = ControlWatch(reporter.store) if self.fence is not None and reporter.store is not None else None
+        if control is not None:
+            control.start()
+        try:
+            loop = Loop(
+                config=config, settings=self.settings, state=self.state, model=model, optimizer=self.optimizer,
+                batches=batches, group=self.group, stop=self.start.stop, reporter=reporter, control=control,
+                after_step=self._after_step,
+                timer=PartTimer(config.performance_log_every, lambda: synchronise(self.group.device)),
+            )  # fmt: skip
+            done = loop.run()
+            self.settings = loop.settings
+        finally:
+            batches.close()
+            if control is not None:
+                control.close()
+        return done
+
+    def _after_step(self, step: int, settings: Settings) -> None:
+        self.settings = settings
+        if step % settings.save_every == 0 and step < settings.steps:
+            self._save()
+        every = settings.sample.sample_every
+        if every and step % every == 0 and step < settings.steps and self.prepared.prompts:
+            self._draw(step)
+
+    def _save(self) -> None:
+        """Commits a checkpoint on rank 0; the others wait, so that no rank runs on after a failed commit."""
+        if self.fence is not None:
+            begin = clock.seconds()
+            reporter = self.start.reporter
+            reporter.detail(f"saving step {self.state.step}")
+            files = pack(self.prepared.adapter, self.optimizer, self.state, self._facts())
+            manifest = checkpoint.commit(
+                self.store,
+                self.fence,
+                files,
+                step=self.state.step,
+                uid=self.run.uid,
+                config_hash=config_hash(self.run.config),
+            )
+            reporter.now.save_seconds = max(reporter.now.save_seconds or 0.0, round(clock.seconds() - begin, 3))
+            reporter.now.committed_step = self.state.step
+            reporter.detail("")
+            reporter.committed()
+            log.info(
+                "committed the checkpoint of step %d: %.1f MB in %.2f s",
+                manifest.step,
+                manifest.size_bytes / 1e6,
+                clock.seconds() - begin,
+            )
+        self.group.wait(lambda: None)
+        self.start.committed_step = self.state.step
+
+    def _draw(self, step: int) -> None:
+        if self.fence is not None:
+            try:
+                put_samples(self.prepared, self.settings, self.store, step, self._say_unless_stopping)
+            except Stopped:
+                log.info("drawing samples of step %d was cut short", step)
+            self.start.reporter.detail("")
+        self.group.wait(lambda: None)
+
+    def _facts(self) -> dict[str, object]:
+        return {
+            "seed": self.run.config.train.seed,
+            "data_digest": self.prepared.data_digest,
+            "world_size": self.group.world_size,
+            "control": {
+                "generation": self.settings.generation,
+                "steps": self.settings.steps,
+                "lr": self.settings.lr,
+                "save_every": self.settings.save_every,
+            },
+        }
+
+    def _say(self, text: str) -> None:
+        self.start.stop.check()
+        self.start.reporter.detail(text)
+
+    def _say_unless_stopping(self, text: str) -> None:
+        if self.start.stop.requested:
+            raise Stopped(self.start.stop.signal_name)
+        self.start.reporter.detail(text)
