@@ -37,6 +37,11 @@ ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/
     PYTHONDONTWRITEBYTECODE=1 \
     HOME=/tmp
 
+# Read-only, and first on the path of `python3 -m`: nothing a job writes can be imported by accident.
+WORKDIR /opt/lora
+ENTRYPOINT ["python3", "-m", "lora_operator"]
+
+# From here on is what a change of our code rebuilds.
 COPY pyproject.toml operator /opt/lora/
 # The metadata makes importlib.metadata.version("lora-operator") work without a build backend in the image.
 RUN /opt/venv/bin/python3 -c "import tomllib, pathlib; \
@@ -47,7 +52,4 @@ folder.mkdir(); \
     && chmod -R a+rX /opt/lora \
     && /opt/venv/bin/python3 -m compileall -q --invalidation-mode unchecked-hash /opt/lora
 
-# read-only, and first on the path of `python3 -m`: nothing a job writes can be imported by accident
-WORKDIR /opt/lora
 USER 65532:65532
-ENTRYPOINT ["python3", "-m", "lora_operator"]

@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from lora_api.config import MUTABLE_CONFIG_PATHS
 from lora_api.schema import ITEMS, Path, Schema, at
 
-MUTABLE_SPEC_PATHS: tuple[Path, ...] = (("runPolicy",), *(("config", *path) for path in MUTABLE_CONFIG_PATHS))
+MUTABLE_SPEC_PATHS: tuple[Path, ...] = (
+    ("runPolicy",),
+    ("output", "deletionPolicy"),
+    *(("config", *path) for path in MUTABLE_CONFIG_PATHS),
+)
 """Paths below `spec` of a job that may change at any time; everything else is fixed when the job is created."""
 
 

@@ -17,30 +17,6 @@ _ROOT_DESCRIPTIONS = {
     "status": "What is seen. Written by the operator only.",
 }
 
-_TOLERATION: Schema = {
-    "description": "A toleration, as in a pod.",
-    "type": "object",
-    "properties": {
-        "key": {"description": "Taint key; left out with operator Exists: every taint.", "type": "string"},
-        "operator": {
-            "description": "How key and value are compared.",
-            "type": "string",
-            "enum": ["Exists", "Equal"],
-        },
-        "value": {"description": "Taint value.", "type": "string"},
-        "effect": {
-            "description": "Taint effect; left out: every effect.",
-            "type": "string",
-            "enum": ["NoSchedule", "PreferNoSchedule", "NoExecute"],
-        },
-        "tolerationSeconds": {
-            "description": "How long a NoExecute taint is tolerated; left out: for ever.",
-            "type": "integer",
-            "format": "int64",
-        },
-    },
-}
-
 
 @dataclass(frozen=True)
 class Column:
@@ -103,7 +79,6 @@ def profile_crd() -> dict[str, Any]:
     schema = _root(structural(LoRATrainingProfile), "What the platform team decides for the jobs that name it.")
     stores = at(schema, ("spec", "stores"))
     stores.update({"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]})  # no name is there twice
-    at(schema, ("spec", "trainer", "tolerations"))["items"] = _TOLERATION
     bound(at(schema, ("spec",)))
     cel.attach(schema, cel.PROFILE_RULES)
     return _definition(

@@ -21,6 +21,10 @@ FINALIZER = f"{GROUP}/run-directory"
 _PATH_PATTERN = r"^[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*$"
 _NAME_PATTERN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 
+_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+CPU_PATTERN = r"^[0-9]+(\.[0-9]+)?m?$"
+MEMORY_PATTERN = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
+
 
 def _no_dot_segments(path: str) -> str:
     if any(set(segment) == {"."} for segment in path.split("/")):
@@ -67,10 +71,10 @@ class ResourcesSpec(Kubernetes):
     gpus_per_node: int | None = Field(
         None, ge=0, le=16, description="GPUs, and processes, in each pod; 0 trains on the CPU."
     )
-    cpu: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?m?$")] | None = Field(
+    cpu: Annotated[str, Field(pattern=CPU_PATTERN, max_length=32)] | None = Field(
         None, description="CPU request of each pod."
     )
-    memory: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$")] | None = Field(
+    memory: Annotated[str, Field(pattern=MEMORY_PATTERN, max_length=32)] | None = Field(
         None, description="Memory request and limit of each pod."
     )
 
@@ -252,4 +256,4 @@ def status_to_wire(status: JobStatus) -> dict[str, Any]:
 
 def is_legal_name(name: str) -> bool:
     """Whether `name` is a DNS subdomain, as the API server asks of object names."""
-    return len(name) <= 253 and re.match(_NAME_PATTERN, name) is not None and ".." not in name
+    return len(name) <= 253 and _SUBDOMAIN.fullmatch(name) is not None

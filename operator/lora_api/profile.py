@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from lora_api.base import Kubernetes
-from lora_api.job import _NAME_PATTERN, _PATH_PATTERN, ObjectMeta
+from lora_api.job import _NAME_PATTERN, _PATH_PATTERN, CPU_PATTERN, MEMORY_PATTERN, ObjectMeta
 
 PROFILE_KIND = "LoRATrainingProfile"
 PROFILE_PLURAL = "loratrainingprofiles"
@@ -51,6 +51,22 @@ class StoreSpec(Kubernetes):
         return self
 
 
+class Toleration(Kubernetes):
+    """A toleration, as in a pod."""
+
+    key: Annotated[str, Field(max_length=317)] | None = Field(
+        None, description="Taint key; left out with operator Exists: every taint."
+    )
+    operator: Literal["Exists", "Equal"] | None = Field(None, description="How key and value are compared.")
+    value: Annotated[str, Field(max_length=63)] | None = Field(None, description="Taint value.")
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
+        None, description="Taint effect; left out: every effect."
+    )
+    toleration_seconds: int | None = Field(
+        None, description="How long a NoExecute taint is tolerated; left out: for ever."
+    )
+
+
 class TrainerSpec(Kubernetes):
     """The trainer's image and pod."""
 
@@ -59,11 +75,13 @@ class TrainerSpec(Kubernetes):
     image_pull_secrets: tuple[Name, ...] = Field((), max_length=16, description="Pull secrets in the job's namespace.")
     service_account_name: Name = Field("default", description="Service account of the trainer pods; gets no API token.")
     node_selector: dict[str, str] = Field({}, description="Node selector of the trainer pods.")
-    tolerations: tuple[dict[str, Any], ...] = Field((), max_length=32, description="Tolerations of the trainer pods.")
+    tolerations: tuple[Toleration, ...] = Field((), max_length=32, description="Tolerations of the trainer pods.")
     termination_grace_period_seconds: int = Field(
         120, ge=5, le=86400, description="Least grace period; raised when the measured save time needs more."
     )
-    shared_memory: str = Field("1Gi", pattern=r"^[0-9]+(Ki|Mi|Gi)$", description="Size of the memory-backed /dev/shm.")
+    shared_memory: str = Field(
+        "1Gi", pattern=r"^[0-9]+(Ki|Mi|Gi)$", max_length=32, description="Size of the memory-backed /dev/shm."
+    )
     gpu_resource_name: str = Field("nvidia.com/gpu", max_length=253, description="Extended resource of a GPU.")
     env: dict[str, str] = Field({}, description="Environment variables of the trainer. Not for credentials.")
 
@@ -73,8 +91,10 @@ class SizingSpec(Kubernetes):
 
     nodes: int = Field(1, ge=1, le=64, description="Pods.")
     gpus_per_node: int = Field(1, ge=0, le=16, description="GPUs in each pod.")
-    cpu: str = Field("4", description="CPU request of each pod.")
-    memory: str = Field("32Gi", description="Memory request and limit of each pod.")
+    cpu: str = Field("4", pattern=CPU_PATTERN, max_length=32, description="CPU request of each pod.")
+    memory: str = Field(
+        "32Gi", pattern=MEMORY_PATTERN, max_length=32, description="Memory request and limit of each pod."
+    )
 
 
 class BackoffSpec(Kubernetes):

@@ -137,7 +137,12 @@ def link_tree(source: Path, target: Path) -> None:
 
 
 def _remove_superseded(containerd: Containerd, prefix: str, current: str) -> None:
-    """Removes earlier images of the same name that no container uses."""
-    old = {name for name in containerd.image_references() if name.startswith(prefix)}
-    for name in sorted(old - {current} - containerd.used_images()):
-        containerd.run("images", "remove", name, check=False)
+    """Removes earlier images of the same name that no container uses.
+
+    containerd's Kubernetes part keeps a second name per image, its full id, of which our tag is the beginning.
+    """
+    present = containerd.image_references()
+    old = {name for name in present if name.startswith(prefix)} - {current} - containerd.used_images()
+    for name in sorted(old):
+        ids = [other for other in present if other.startswith(f"sha256:{name.removeprefix(prefix)}")]
+        containerd.run("images", "remove", name, *ids, check=False)

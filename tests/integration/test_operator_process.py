@@ -143,8 +143,8 @@ def test_a_suspended_job_gives_its_pods_back_and_goes_on_later(operator: Operato
     child_of(team)
     team.patch("mascot", {"spec": {"runPolicy": {"suspend": True}}})
     eventually("no child", lambda: team.child("mascot-1") is None)
-    assert team.core("services", "mascot-1") is None
-    assert team.core("configmaps", "mascot-1") is None
+    for plural in ("services", "configmaps"):
+        eventually(f"no {plural}", lambda plural=plural: team.core(plural, "mascot-1") is None)
     eventually("Suspended", lambda: team.condition("mascot", "Suspended").get("status") == "True")
     team.patch("mascot", {"spec": {"runPolicy": {"suspend": False}}})
     eventually("a child again", team.children)

@@ -180,7 +180,9 @@ def _pod_spec(
     if trainer.node_selector:
         spec["nodeSelector"] = dict(trainer.node_selector)
     if trainer.tolerations:
-        spec["tolerations"] = [dict(toleration) for toleration in trainer.tolerations]
+        spec["tolerations"] = [
+            toleration.model_dump(by_alias=True, exclude_none=True) for toleration in trainer.tolerations
+        ]
     if job.spec.run_policy.priority_class_name:
         spec["priorityClassName"] = job.spec.run_policy.priority_class_name
     return spec
