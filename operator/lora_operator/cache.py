@@ -22,6 +22,7 @@ class JobView:
 
     uid: str
     version: int  # resourceVersion
+    wish: tuple[Any, ...]  # what users and the garbage collector change: as long as it is the same, only we wrote
     profile: str
     phase: str
     finished: bool  # nothing to do until its spec changes or it is deleted
@@ -46,6 +47,11 @@ def view_of(job: Manifest) -> JobView:
     return JobView(
         uid=metadata["uid"],
         version=_whole(metadata.get("resourceVersion")),
+        wish=(
+            metadata.get("generation"),
+            metadata.get("deletionTimestamp"),
+            tuple(metadata.get("finalizers") or ()),
+        ),
         profile=str(spec.get("profile") or "default"),
         phase=str(status.get("phase") or "Pending"),
         finished=outcome is not None and decided and not metadata.get("deletionTimestamp"),

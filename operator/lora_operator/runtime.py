@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol
 
 from lora_api.names import LABEL_JOB, LABEL_JOB_UID
-from lora_operator.cache import JobCache, view_of
+from lora_operator.cache import JobCache, JobView, view_of
 from lora_operator.core.views import JobKey, Manifest
 from lora_operator.metrics import Metrics
 from lora_operator.ports import ClusterError, RefusedError
@@ -88,7 +88,10 @@ class Runtime:
             if self._cache.get(key) is None:
                 self._queue.forget(key)
             return
-        self._remember(key, job)
+        before = self._cache.get(key)
+        after = self._remember(key, job)
+        if kind == "MODIFIED" and before is not None and (before.uid, before.wish) == (after.uid, after.wish):
+            return  # a trace of our own: who writes a status has looked
         self.wake(key)
 
     def saw_profile(self, name: str) -> None:
@@ -152,10 +155,11 @@ class Runtime:
             return JobKey(metadata["namespace"], labels[LABEL_JOB])
         return key
 
-    def _remember(self, key: JobKey, job: Manifest) -> None:
+    def _remember(self, key: JobKey, job: Manifest) -> JobView:
         before, after = self._cache.get(key), view_of(job)
         if self._cache.put(key, after) and before is not None:
             self._metrics.saw_change(before, after)
+        return after
 
     async def _look_at(self, key: JobKey) -> float | None:
         loop = asyncio.get_running_loop()

@@ -190,6 +190,7 @@ async def serve(options: Options) -> None:
             )
         finally:
             await http.cleanup()
+            await cluster.flush()
     finally:
         await api.close()
     _log.info("stopped")

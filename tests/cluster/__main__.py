@@ -35,9 +35,10 @@ def up(
     """Bring the cluster up; say so when it already is."""
     cluster = Cluster()
     started = cluster.up(nodes=nodes, gpus=gpus)
-    say("the cluster is up" if started else "nothing else was to be done")
+    say("the cluster is up" if started else "the cluster was up already")
     say(f"S3 server for pods and this machine: {cluster.s3_endpoint}")
     say(f"  keys: {cluster.places.data / 's3' / 'identities.json'}")
+    say(f"kubectl and helm: {cluster.binaries.program('kubectl')} {cluster.binaries.program('helm')}")
     typer.echo(f"export KUBECONFIG={cluster.kubeconfig}")
 
 

@@ -87,8 +87,10 @@ def _current(builder: Builder, memory: Memory, recipe: Recipe) -> str:
     if image_id is None:
         builder.ensure_base()
         with step(f"image {recipe.name} built"):
-            image_id = builder.build(recipe, base)
-            builder.tidy()
+            try:
+                image_id = builder.build(recipe, base)
+            finally:
+                builder.tidy()
         memory.store(recipe, inputs, image_id)
     return reference_of(recipe, image_id)
 

@@ -27,7 +27,7 @@ def step(what: str) -> Iterator[None]:
 
 def say(text: str) -> None:
     """One plain line for people; standard output stays free for what scripts read."""
-    console.print(text, markup=False)
+    console.print(text, markup=False, soft_wrap=True)
 
 
 def wait_until(

@@ -23,6 +23,8 @@ CONTAINER_LOG_LINKS = Path("/var/log/containers")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 # this path is fixed in the kubelet
 DEVICE_PLUGIN_SOCKET = Path("/var/lib/kubelet/device-plugins/kubelet.sock")
+SHIM_SOCKETS = Path("/run/containerd/s")
+RUNC_STATE = Path("/run/containerd/runc/k8s.io")
 EMPTY_FOLDERS = tuple(
     Path(text)
     for text in (
@@ -87,7 +89,7 @@ def mounts_below(mountinfo: str, folders: Iterable[Path]) -> list[str]:
 
 
 def _mounts(places: Places) -> list[str]:
-    folders = [places.run, places.data, places.cache / "nodes"]
+    folders = [places.run, places.data, places.cache / "nodes", places.images]
     resolved = [folder.resolve() for folder in folders]
     return mounts_below(Path("/proc/self/mountinfo").read_text(), resolved)
 
@@ -118,24 +120,38 @@ def _remove(path: Path) -> None:
 
 def _remove_traces_elsewhere(places: Places) -> None:
     """Removes what kubelets, the network plugins and runc wrote at fixed places, and only what is ours of it."""
-    sandboxes = sandbox_ids(places)
+    identifiers = container_ids(places)
     for result in CNI_RESULTS.glob("*"):
-        if any(identifier in result.name for identifier in sandboxes):
+        if any(identifier in result.name for identifier in identifiers):
             result.unlink(missing_ok=True)
     for link in CONTAINER_LOG_LINKS.glob("*.log"):
         if link.is_symlink() and str(link.readlink()).startswith(f"{places.data}/"):
             link.unlink(missing_ok=True)
-    if not is_listened_on(DEVICE_PLUGIN_SOCKET):
-        DEVICE_PLUGIN_SOCKET.unlink(missing_ok=True)
-    for folder in (*CONTROL_GROUPS.glob("*/k8s.io"), CONTROL_GROUPS / "k8s.io", *EMPTY_FOLDERS):
+    for socket in (DEVICE_PLUGIN_SOCKET, *SHIM_SOCKETS.glob("*")):
+        if not is_listened_on(socket):
+            socket.unlink(missing_ok=True)
+    groups = [*CONTROL_GROUPS.glob("*/k8s.io"), CONTROL_GROUPS / "k8s.io"]
+    for identifier in identifiers:
+        shutil.rmtree(RUNC_STATE / identifier, ignore_errors=True)
+        for group in groups:
+            _remove_group(group / identifier)
+    for folder in (*groups, *EMPTY_FOLDERS):
         # only empty folders go: what another Kubernetes on this machine uses is not empty
         with suppress(OSError):
             folder.rmdir()
 
 
-def sandbox_ids(places: Places) -> set[str]:
-    """The ids of the pods that containerd still has a folder of."""
-    pattern = "io.containerd.grpc.v1.cri/sandboxes/*"
-    running = places.run.glob(f"node-*/state/{pattern}")
-    stored = (places.cache / "nodes").glob(f"node-*/{pattern}")
+def _remove_group(group: Path) -> None:
+    """Removes a control group and those inside it, which runc does unless it was killed."""
+    for folder in sorted(group.glob("**/"), reverse=True):
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def container_ids(places: Places) -> set[str]:
+    """The ids of the pods and containers that containerd still has a folder of."""
+    pods = "io.containerd.grpc.v1.cri/sandboxes/*"
+    tasks = "io.containerd.runtime.v2.task/k8s.io/*"
+    running = [*places.run.glob(f"node-*/state/{pods}"), *places.run.glob(f"node-*/state/{tasks}")]
+    stored = (places.cache / "nodes").glob(f"node-*/{pods}")
     return {path.name for path in (*running, *stored)}

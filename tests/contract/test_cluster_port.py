@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import pytest
 
@@ -30,6 +30,7 @@ from tests.contract.cluster_objects import (
 )
 from tests.contract.fake_cluster import FakeCluster
 
+Found = TypeVar("Found")
 CRDS = Path(__file__).resolve().parents[2] / "crds"
 PATHS = {
     "LoRATrainingJob": "/apis/lora-operator.io/v1alpha1/{}loratrainingjobs",
@@ -132,6 +133,14 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     real.wipe()
 
 
+async def soon(read: Callable[[], Awaitable[Found]], fits: Callable[[Found], bool]) -> Found:
+    """What comes from the server's cache may be some milliseconds old."""
+    async with asyncio.timeout(5):
+        while not fits(found := await read()):  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0.01)
+    return found
+
+
 async def test_a_job_is_read_as_it_is_and_as_none_when_it_is_not_there(world: World) -> None:
     made = world.seed(a_job())
     read = await world.cluster.read_job(key_of(made))
@@ -142,7 +151,7 @@ async def test_a_job_is_read_as_it_is_and_as_none_when_it_is_not_there(world: Wo
 
 async def test_a_profile_is_read_by_name(world: World) -> None:
     world.seed(a_profile("gold"))
-    read = await world.cluster.read_profile("gold")
+    read = await soon(lambda: world.cluster.read_profile("gold"), lambda found: found is not None)
     assert read is not None
     assert read["spec"]["trainer"]["image"] == "lora-trainer:test"
     assert await world.cluster.read_profile("silver") is None
@@ -150,7 +159,8 @@ async def test_a_profile_is_read_by_name(world: World) -> None:
 
 async def test_of_a_secret_only_the_keys_are_told(world: World) -> None:
     world.seed(a_secret("store", accessKey="a", other="b"))
-    assert await world.cluster.secret_keys(NAMESPACE, "store") == {"accessKey", "other"}
+    keys = await soon(lambda: world.cluster.secret_keys(NAMESPACE, "store"), lambda found: found is not None)
+    assert keys == {"accessKey", "other"}
     assert await world.cluster.secret_keys("team-b", "store") is None
 
 
@@ -163,8 +173,8 @@ async def test_children_and_pods_are_found_by_the_uid_of_their_job_in_its_namesp
     world.seed(a_pod("mascot-2-0-x", "uid-1", attempt=2))
     world.seed(a_pod("other-1-0-x", "uid-2"))
     key = JobKey(NAMESPACE, "mascot")
-    children = await world.cluster.read_children(key, "uid-1")
-    pods = await world.cluster.read_pods(key, "uid-1")
+    children = await soon(lambda: world.cluster.read_children(key, "uid-1"), lambda found: len(found) == 2)
+    pods = await soon(lambda: world.cluster.read_pods(key, "uid-1"), lambda found: len(found) == 2)
     assert sorted(child["metadata"]["name"] for child in children) == ["mascot-1", "mascot-2"]
     assert {(child["apiVersion"], child["kind"]) for child in children} == {("batch/v1", "Job")}
     assert sorted(pod["metadata"]["name"] for pod in pods) == ["mascot-1-0-x", "mascot-2-0-x"]
@@ -320,6 +330,7 @@ async def test_a_sentence_said_again_raises_the_count_of_its_event(real: RealWor
     for _ in range(3):
         await real.cluster.emit(job, Event(EventType.WARNING, "Interrupted", "the node went away"))
     await real.cluster.emit(job, Event(EventType.NORMAL, "Started", "attempt 2"))
+    await real.cluster.flush()
     events = real.ask("GET", real.path("Event", NAMESPACE))["items"]
     assert sorted((event["reason"], event["count"], event["type"]) for event in events) == [
         ("Interrupted", 3, "Warning"),
@@ -332,9 +343,11 @@ async def test_a_sentence_said_again_raises_the_count_of_its_event(real: RealWor
 async def test_a_sentence_whose_event_has_expired_is_said_anew(real: RealWorld) -> None:
     job, event = real.seed(a_job()), Event(EventType.NORMAL, "Started", "attempt 1")
     await real.cluster.emit(job, event)
+    await real.cluster.flush()
     first = real.ask("GET", real.path("Event", NAMESPACE))["items"][0]
     real.remove("Event", NAMESPACE, first["metadata"]["name"])
     await real.cluster.emit(job, event)
+    await real.cluster.flush()
     again = real.ask("GET", real.path("Event", NAMESPACE))["items"]
     assert [event["count"] for event in again] == [1]
 
@@ -342,6 +355,7 @@ async def test_a_sentence_whose_event_has_expired_is_said_anew(real: RealWorld) 
 async def test_kubectl_describe_shows_the_events(real: RealWorld, server: ApiServer) -> None:
     job = real.seed(a_job())
     await real.cluster.emit(job, Event(EventType.NORMAL, "Started", "attempt 1"))
+    await real.cluster.flush()
     assert "attempt 1" in server.kubectl("describe", "ltj", "-n", NAMESPACE, "mascot")
 
 

@@ -34,7 +34,7 @@ def make_pictures(folder: Path, sizes: list[tuple[int, int]] = SIZES) -> Path:
     return folder
 
 
-class Crash(Exception):
+class Crash(Exception):  # noqa: N818 - an event, not an error of ours
     """Stands for a process that is gone at once."""
 
 

@@ -32,7 +32,7 @@ def cache(tmp_path_factory):
 @pytest.fixture
 def job(tmp_path, tiny_model_folder, data, cache):
     def make(arch="zimage", network="lora", **changes) -> Job:
-        job = Job(tmp_path / "whole", tiny_model_folder(arch), data, cache, arch, train=dict(dtype="fp32") | TRAINING)
+        job = Job(tmp_path / "whole", tiny_model_folder(arch), data, cache, arch, train={"dtype": "fp32"} | TRAINING)
         job.config["network"] = NETWORKS[network]
         job.config["datasets"][0]["caption_dropout"] = 0.3
         return job.change(**changes)
@@ -141,40 +141,31 @@ def test_a_finished_job_ends_at_once_with_0(job):
     assert [item.key for item in done.store.list()] == before
 
 
-def test_more_steps_by_control_go_on_and_fewer_end_early_and_a_resume_knows_both(job):
-    whole, broken = job(), None
+def test_steps_and_rate_changed_by_control_hold_from_the_next_step_on_and_across_a_resume(job, monkeypatch):
+    from lora_trainer.control import ControlWatch, read_control
+
+    def read_now(watch, generation):
+        found = read_control(watch._store)
+        return found if found is not None and found.generation > generation else None
 
     def change(session: Session, step: int) -> None:
         if step == 3:
             control = {"generation": 2, "steps": 10, "lr": 1e-2, "saveEvery": 4, "maxStepSaves": 2}
             session.store.put(layout.CONTROL, json.dumps(control).encode())
-            from lora_trainer.control import read_control
 
-            session.start.control_for_test = read_control(session.store)
-
-    with pytest.MonkeyPatch.context() as patch:
-        from lora_trainer import control
-
-        patch.setattr(control, "POLL_SECONDS", 0.0)
-        patch.setattr(control.ControlWatch, "newer_than", _read_now)
-        assert whole.run(hook=change) == ExitCode.DONE
-        broken = whole.copy("broken")
-        assert broken.run(hook=change, crash_after=6) == 1
-        assert broken.run(hook=None) == ExitCode.DONE
-    assert whole.steps() == [3, 4, 8, 10]
+    monkeypatch.setattr(ControlWatch, "newer_than", read_now)  # without waiting for the watching thread
+    whole = job()
+    assert whole.run(hook=change) == ExitCode.DONE
+    assert whole.steps() == [3, 8, 10]
     assert [line["control"]["generation"] for line in whole.metrics() if "control" in line] == [2]
     rates = {line["step"]: line["lr"] for line in whole.metrics() if "lr" in line}
-    assert rates[4] > 2 * rates[3]
+    assert rates[5] > 2 * rates[4]
+    broken = whole.copy("broken")
+    assert broken.run(hook=change, crash_after=9) == 1
+    assert broken.run() == ExitCode.DONE
     assert same_training(whole, broken)
     state = json.loads(broken.newest()[checkpoint.STATE])
     assert state["control"] == {"generation": 2, "steps": 10, "lr": 1e-2, "save_every": 4}
-
-
-def _read_now(watch, generation):
-    from lora_trainer.control import read_control
-
-    found = read_control(watch._store)
-    return found if found is not None and found.generation > generation else None
 
 
 def test_the_crash_used_here_is_a_plain_failure(job):

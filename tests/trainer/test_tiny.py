@@ -30,6 +30,7 @@ def test_tiny_models_are_of_the_real_classes_and_a_few_megabytes(arch, tiny_mode
     index = json.loads((folder / "model_index.json").read_text())
     assert (index["_class_name"], index["transformer"][1], index["vae"][1]) == CLASSES[arch]
     assert sum(len(content) for content in files_of(folder).values()) < 4e6
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in (folder, *folder.rglob("*"))), "other users can read it"
 
 
 def test_the_same_seed_makes_the_same_model_and_leaves_the_global_generator_alone(tmp_path):

@@ -6,6 +6,7 @@ Every actor moves only when a test says so, so that each interleaving can be wri
 from __future__ import annotations
 
 import json
+import marshal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -21,6 +22,11 @@ from lora_operator.core.times import format_time
 from lora_operator.core.views import Manifest
 from tests.contract.fake_cluster import FakeCluster
 from tests.unit.builders import NOW
+
+def _copy(document: Any) -> Any:
+    """A deep copy of plain data, ten times as fast as `copy.deepcopy`."""
+    return marshal.loads(marshal.dumps(document))
+
 
 INDEX = "batch.kubernetes.io/job-completion-index"
 
@@ -113,6 +119,20 @@ class SimCluster(FakeCluster):
         self.clock = clock
         self.on_status: Callable[[Manifest, Manifest], None] = lambda _before, _after: None
         self.before_write: Callable[[], None] | None = None  # another writer comes in between, once
+        self.changes = 0
+
+    def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
+        return _copy(self.objects.get((kind, namespace, name)))
+
+    def of_kind(self, kind: str) -> list[Manifest]:
+        return [_copy(stored) for place, stored in self.objects.items() if place[0] == kind]
+
+    def _store(self, place: tuple[str, str, str], new: Manifest) -> Manifest:
+        self.changes += 1
+        stored = _copy(new)
+        stored["metadata"]["resourceVersion"] = str(next(self._versions))
+        self.objects[place] = stored
+        return _copy(stored)
 
     async def write_status(self, job: Manifest, status: Manifest) -> bool:
         if self.before_write is not None:
@@ -124,11 +144,22 @@ class SimCluster(FakeCluster):
         return written
 
     def vanish(self, kind: str, namespace: str, name: str) -> None:
+        deadlines = {
+            place: stored["metadata"].get("deletionTimestamp")
+            for place, stored in self.objects.items()
+            if place[0] == "Pod"
+        }
         super().vanish(kind, namespace, name)
-        for place, pod in list(self.objects.items()):
-            if place[0] == "Pod" and pod["metadata"].get("deletionTimestamp") == "2026-01-01T00:00:00Z":
-                self.objects[place]["metadata"].pop("deletionTimestamp")
-                self.delete_pod(pod)
+        self.changes += 1
+        for place, deadline in deadlines.items():
+            metadata = self.objects[place]["metadata"] if place in self.objects else {}
+            if metadata.get("deletionTimestamp") in (None, deadline):
+                continue
+            del metadata["deletionTimestamp"]  # the parent's knows no clock
+            if deadline is None:
+                self.delete_pod(self.objects[place])
+            else:
+                metadata["deletionTimestamp"] = deadline
 
     def delete_pod(self, pod: Manifest) -> None:
         """As `kubectl delete pod`: SIGTERM now, SIGKILL after the grace period."""
@@ -175,11 +206,14 @@ class Kubernetes:
 
     def settle(self) -> None:
         """Controllers and kubelets do what there is to do, but trainers don't move."""
-        for _ in range(4):
+        for _ in range(6):
+            before = self.cluster.changes
             self.schedule()
             for job in self.jobs():
                 self.sync(job)
             self.remove_ended()
+            if self.cluster.changes == before:
+                break
 
     def schedule(self) -> None:
         """The scheduler binds, the kubelet starts."""
@@ -306,11 +340,12 @@ class Trainer:
         self.store, self.kubernetes, self.clock, self.uid, self.steps = store, kubernetes, clock, uid, steps
         self.start, self.attempt, self.step, self.lost, self.resumed = 0, 0, 0, 0, None  # type: ignore[var-annotated]
         self._pod = ""
+        self.stride = 50  # steps of one move
         self.saves = True  # when it is asked to stop
         self.hangs = False
 
     def move(self) -> None:
-        """Goes on by 50 steps in the pod that runs; leaves when it is asked to, or done."""
+        """Goes on by some steps in the pod that runs; leaves when it is asked to, or done."""
         pods = self.kubernetes.pods()
         reachable = [pod for pod in pods if pod["spec"].get("nodeName") not in self.kubernetes.lost_nodes]
         running = [pod for pod in reachable if pod["status"]["phase"] == "Running"]
@@ -323,7 +358,7 @@ class Trainer:
         if lead["metadata"]["name"] != self._pod:
             self._begin(lead)
         elif self.step < self.steps:
-            self.step += 50
+            self.step += self.stride
             self.beat("Training")
             if self.step % 100 == 0:
                 self.save()

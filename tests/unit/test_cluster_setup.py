@@ -16,7 +16,7 @@ from tests.cluster.nodes import container_processes
 from tests.cluster.pki import ADMIN, Pki, node_identity
 from tests.cluster.report import wait_until
 from tests.cluster.settings import ClusterError, Places
-from tests.cluster.teardown import known_nodes, mounts_below, sandbox_ids
+from tests.cluster.teardown import container_ids, known_nodes, mounts_below
 
 
 @pytest.fixture
@@ -167,11 +167,12 @@ def test_nodes_of_a_killed_cluster_are_known_by_their_folders(places):
     assert known_nodes(places) == ["node-1", "node-2"]
 
 
-def test_pods_are_known_from_both_of_containerds_folders(places):
-    tail = "io.containerd.grpc.v1.cri/sandboxes"
-    (places.run / "node-1" / "state" / tail / "aaa").mkdir(parents=True)
-    (places.cache / "nodes" / "node-1" / tail / "bbb").mkdir(parents=True)
-    assert sandbox_ids(places) == {"aaa", "bbb"}
+def test_containers_are_known_from_all_of_containerds_folders(places):
+    pods, tasks = "io.containerd.grpc.v1.cri/sandboxes", "io.containerd.runtime.v2.task/k8s.io"
+    (places.run / "node-1" / "state" / pods / "aaa").mkdir(parents=True)
+    (places.run / "node-2" / "state" / tasks / "bbb").mkdir(parents=True)
+    (places.cache / "nodes" / "node-1" / pods / "ccc").mkdir(parents=True)
+    assert container_ids(places) == {"aaa", "bbb", "ccc"}
 
 
 def test_a_process_that_is_not_in_the_containers_group_is_not_taken_for_it(tmp_path):

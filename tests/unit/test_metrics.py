@@ -12,7 +12,7 @@ from lora_operator.metrics import Metrics
 
 
 def a_view(**facts: object) -> JobView:
-    plain = {"uid": "u", "version": 1, "profile": "default", "phase": "Running", "finished": False}
+    plain = {"uid": "u", "version": 1, "wish": (), "profile": "default", "phase": "Running", "finished": False}
     return JobView(**{**plain, **facts})  # type: ignore[arg-type]
 
 

@@ -126,6 +126,18 @@ async def test_a_child_of_a_job_that_was_not_seen_yet_wakes_the_name_in_its_labe
         assert scene.looks == {KEY: 1}
 
 
+async def test_what_we_write_ourselves_does_not_wake_the_job_again() -> None:
+    async with running() as scene:
+        scene.runtime.saw_job("ADDED", a_seen_job())
+        await scene.settle()
+        scene.runtime.saw_job("MODIFIED", a_seen_job({"phase": "Pending"}, version=2))
+        await scene.settle()
+        assert scene.looks == {KEY: 1}
+        scene.runtime.saw_job("MODIFIED", a_seen_job({"phase": "Pending"}, version=3, generation=2))
+        await scene.settle()
+        assert scene.looks == {KEY: 2}
+
+
 async def test_a_stranger_wakes_nobody() -> None:
     async with running() as scene:
         scene.runtime.saw_pod({"metadata": {"name": "x", "namespace": "team-a"}})

@@ -254,12 +254,14 @@ async def test_a_job_is_queued_while_nothing_fits_and_stays_interrupted_after_a_
     world.kubernetes.unschedulable = None
     await world.until_step(100)
     world.kubernetes.disrupt(world.kubernetes.pods()[0], "preempting")
+    world.trainer.move()
+    await world.look_and_rest()
     world.kubernetes.unschedulable = "0/5 nodes are available: 5 Insufficient nvidia.com/gpu."
     await world.until(lambda: world.status.attempt == 2)
     await world.tick()
     assert world.status.phase is Phase.INTERRUPTED
     why = world.condition(ConditionType.INTERRUPTED)[2]
-    assert why.startswith("Pod mascot-1-0-00001: preempting; saved at step")
+    assert why.startswith("A pod was disrupted; saved at step 100 — Pod mascot-2-0-00002: ")
     assert "Insufficient nvidia.com/gpu" in why
     world.kubernetes.unschedulable = None
     await world.until_phase(Phase.SUCCEEDED)
@@ -270,8 +272,10 @@ async def test_a_second_reason_replaces_the_first_and_messages_do_not_grow() -> 
     for number in range(4):
         await world.until_phase(Phase.RUNNING)
         world.kubernetes.disrupt(world.kubernetes.pods()[-1], f"reason {number}")
+        await world.look_and_rest()
+        assert f"(reason {number})" in world.condition(ConditionType.RUNNING)[2]
         await world.until(lambda: not holds(world.status, ConditionType.RUNNING))
-        assert f"reason {number}" in world.condition(ConditionType.INTERRUPTED)[2]
+        assert world.condition(ConditionType.INTERRUPTED)[2].startswith("A pod was disrupted; saved at step")
     await world.until_phase(Phase.SUCCEEDED)
     assert world.status.restarts.preemption == 4
 
@@ -306,10 +310,10 @@ async def test_a_trainer_without_heartbeat_is_restarted() -> None:
     world = World()
     await world.until_step(150)
     world.trainer.hangs = True
-    world.clock.advance(590)
+    world.clock.advance(580)
     await world.look_and_rest()
     assert world.status.attempt == 1
-    world.clock.advance(20)
+    world.clock.advance(30)
     await world.look_and_rest()
     assert world.status.restarts.failure == 1
     assert "No heartbeat at step 150" in world.said("Interrupted")

@@ -190,7 +190,7 @@ class Running:
 
 async def until(check: object) -> None:
     async with asyncio.timeout(5):
-        while not check():  # type: ignore[operator]
+        while not check():  # type: ignore[operator]  # noqa: ASYNC110 - what is waited for is no event
             await asyncio.sleep(0.002)
 
 

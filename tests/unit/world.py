@@ -29,8 +29,11 @@ class Crash(Exception):
     """The operator's process has ended."""
 
 
+WRITES = {"create", "delete_child", "write_status", "write_finalizers", "emit", "put", "delete"}
+
+
 class Mortal:
-    """Everything an operator calls, until it dies after its k-th call."""
+    """Everything an operator calls, until it dies after its k-th write."""
 
     def __init__(self, inner: Any, fuse: Fuse) -> None:
         self._inner, self._fuse = inner, fuse
@@ -43,14 +46,14 @@ class Mortal:
 
             async def call(*arguments: Any) -> Any:
                 result = await value(*arguments)
-                self._fuse.burn()
+                self._fuse.burn(name)
                 return self._wrapped(result)
 
             return call
 
         def call_now(*arguments: Any) -> Any:
             result = value(*arguments)
-            self._fuse.burn()
+            self._fuse.burn(name)
             return self._wrapped(result)
 
         return call_now
@@ -65,9 +68,9 @@ class Fuse:
     def __init__(self, calls: int | None = None) -> None:
         self.calls, self.burned = calls, 0
 
-    def burn(self) -> None:
-        self.burned += 1
-        if self.burned == self.calls:
+    def burn(self, call: str) -> None:
+        self.burned += call in WRITES
+        if call in WRITES and self.burned == self.calls:
             raise Crash
 
 
@@ -166,7 +169,7 @@ class World:
         wait = await self.look()
         before, written, said, stored = self.job, self.writes, len(self.events), dict(self.store.data)
         await self.reconciler.reconcile(self.key)
-        assert self.job == before
+        assert self.job == before, differences(before, self.job)
         assert (self.writes, len(self.events)) == (written, said), self.events[said:]
         assert self.store.data == stored
         return wait
@@ -227,6 +230,17 @@ class World:
         if is_terminal(old):
             assert holds(old, ConditionType.SUCCEEDED) == holds(new, ConditionType.SUCCEEDED)
             assert holds(old, ConditionType.FAILED) == holds(new, ConditionType.FAILED)
+
+
+def differences(before: Any, after: Any, path: str = "") -> list[str]:
+    """Where two documents differ, for people."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = {**before, **after}
+        return [line for key in keys for line in differences(before.get(key), after.get(key), f"{path}.{key}")]
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        pairs = enumerate(zip(before, after, strict=True))
+        return [line for index, pair in pairs for line in differences(*pair, f"{path}[{index}]")]
+    return [] if before == after else [f"{path}: {before} -> {after}"]
 
 
 def _phase_agrees(status: JobStatus, true: list[ConditionType]) -> bool:

@@ -97,7 +97,7 @@ class Loop:
                 self._take_over()
             if self.reporter.fenced is not None:
                 raise self.reporter.fenced
-            if agreed.stop:
+            if agreed.stop or (self.group.world_size == 1 and self.stop.requested):
                 return False
         return True
 

@@ -1,7 +1,8 @@
 """A Kubernetes cluster behind the port of `lora_operator.ports`.
 
-Single objects are read as they are now, where a decision hangs on them; what changes rarely (profiles, secrets) is
-read from the server's cache.
+Single objects are read as they are now; lists, profiles and secrets from the server's cache, which is milliseconds
+old. A list that has to be current makes the server wait until its cache has caught up with every write to anything,
+which takes it 50 ms and more; and current as it may be, the next pod can appear a moment later.
 """
 
 from __future__ import annotations
@@ -165,8 +166,12 @@ class KubeCluster:
         return True
 
     async def emit(self, job: Manifest, event: Event) -> None:
-        """Sends an event about the job. Never raises."""
-        await self._recorder.emit(job, event)
+        """Has an event about the job sent, in the background. Never raises."""
+        self._recorder.emit(job, event)
+
+    async def flush(self) -> None:
+        """Returns once all events are sent, or after a few seconds."""
+        await self._recorder.flush()
 
     async def list_jobs(self, namespaces: Sequence[str] = ()) -> AsyncIterator[Manifest]:
         """All LoRATrainingJobs, of these namespaces or of all. Not part of the port: for the periodic look at everything."""
@@ -182,7 +187,7 @@ class KubeCluster:
 
 
 def _labelled(uid: str) -> dict[str, str]:
-    return {"labelSelector": f"{LABEL_JOB_UID}={uid}"}
+    return {"labelSelector": f"{LABEL_JOB_UID}={uid}", **_FROM_CACHE}
 
 
 def _said_at(event: Manifest) -> str:

@@ -1,7 +1,11 @@
-"""Events about jobs: one object for each different sentence, its count raised when the sentence is said again."""
+"""Events about jobs: one object for each different sentence, its count raised when the sentence is said again.
+
+They are sent in the background: news must not hold up what it tells of.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from collections import OrderedDict
@@ -17,6 +21,7 @@ COMPONENT = "lora-operator"
 _log = logging.getLogger(__name__)
 _REMEMBERED = 4096  # sentences; the server forgets events after an hour anyway
 _MAX_MESSAGE = 1024
+_MAX_WAITING = 1000  # events that are not sent yet
 
 
 @dataclass
@@ -35,13 +40,36 @@ class EventRecorder:
         self._clock = clock
         self._instance = instance
         self._said: OrderedDict[tuple[str, ...], _Said] = OrderedDict()
+        self._waiting: asyncio.Queue[tuple[Manifest, Event]] = asyncio.Queue(_MAX_WAITING)
+        self._sender: asyncio.Task[None] | None = None
 
-    async def emit(self, job: Manifest, event: Event) -> None:
-        """Sends the event. Never raises: what could not be told is logged."""
+    def emit(self, job: Manifest, event: Event) -> None:
+        """Has the event sent. Never raises: what could not be told is logged."""
         try:
-            await self._emit(job, event)
-        except (ClusterError, KeyError) as error:
-            _log.warning("event %s was not sent: %s", event.reason, error)
+            self._waiting.put_nowait((job, event))
+        except asyncio.QueueFull:
+            _log.warning("event %s was not sent: too many are waiting", event.reason)
+            return
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._send_waiting(), name="event sender")
+
+    async def flush(self, timeout_seconds: float = 5.0) -> None:
+        """Returns once everything is sent, or time is up."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                if self._sender is not None:
+                    await asyncio.wait([self._sender])
+                await self._send_waiting()
+        except TimeoutError:
+            _log.warning("%d events were not sent: time is up", self._waiting.qsize())
+
+    async def _send_waiting(self) -> None:
+        while not self._waiting.empty():
+            job, event = self._waiting.get_nowait()
+            try:
+                await self._emit(job, event)
+            except (ClusterError, KeyError) as error:
+                _log.warning("event %s was not sent: %s", event.reason, error)
 
     async def _emit(self, job: Manifest, event: Event) -> None:
         key = (job["metadata"]["uid"], event.type, event.reason, event.message)

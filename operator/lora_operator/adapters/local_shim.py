@@ -80,6 +80,7 @@ class Shim:
     def __init__(self, record: Path, grace_seconds: float, command: list[str]) -> None:
         self._record, self._grace, self._command = record, grace_seconds, command
         self._deadline: float | None = None
+        self._process: subprocess.Popen[bytes] | None = None  # kept: when collected, it would reap the command itself
         self._pid = 0
 
     def run(self) -> int:
@@ -105,13 +106,13 @@ class Shim:
         def set_up() -> None:
             _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
-        process = subprocess.Popen(
+        self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.DEVNULL,
             process_group=0,  # the terminal's Ctrl-C is not for it
             preexec_fn=set_up,  # noqa: PLW1509 - the shim has one thread
         )
-        return process.pid
+        return self._process.pid
 
     def _write_record(self) -> None:
         entries = [{"pid": pid, "birth": birth_of(pid)} for pid in (os.getpid(), self._pid)]

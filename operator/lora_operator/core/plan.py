@@ -218,8 +218,9 @@ def _it_waits_to_be_created(o: Observed) -> Decision | None:
         return Decision(state, requeue=(retry_at - o.now).total_seconds())
     pods = pods_in_the_way(o)
     if pods or unstopped(o.other_children):
-        text = f"waiting for {count_pods(len(pods))} of an earlier attempt to end"
-        return Decision(waiting_state(o.status, Kind.PENDING, "Stopping", text), requeue=SOON)
+        text = f"waiting for {count_pods(len(pods)) if pods else 'the Job'} of an earlier attempt to end"
+        state = waiting_state(o.status, Kind.PENDING, "Stopping", text)
+        return Decision(state, requeue=SOON if pods else AT_ONCE)
     if o.run is None:  # the trainer could not reach it either; that would count as its failure
         text = f"the store can't be reached: {store_trouble(o)}"
         return Decision(waiting_state(o.status, Kind.PENDING, "StoreUnavailable", text), requeue=SOON)
@@ -228,7 +229,7 @@ def _it_waits_to_be_created(o: Observed) -> Decision | None:
         state = waiting_state(o.status, Kind.PENDING, "CreateRefused", o.apply_error)
         return Decision(state, requeue=_LATER, events=events)
     created = normal("Created", f"Created attempt {o.status.attempt} as Job {o.status.child_name}")
-    state = waiting_state(o.status, Kind.PENDING, "Created", f"attempt {o.status.attempt} is created")
+    state = _why_pods_wait(o)  # as the next look will find it: one write less
     return Decision(state, updates={"retry_at": None}, create=_attempt(o), requeue=SOON, events=(created,))
 
 
@@ -274,7 +275,7 @@ def _it_waits_for_its_pods(o: Observed) -> Decision:
         return Decision(State(Kind.RUNNING, "Ending", text), requeue=SOON)
     state = _why_pods_wait(o)
     limit = o.job.spec.run_policy.startup_deadline_seconds
-    began = (o.child.started_at or o.child.created_at) if o.child else None
+    began = o.child.started_at if o.child else None
     if limit and began and o.now - began > timedelta(seconds=limit):
         text = f"The pods have not started within startupDeadlineSeconds: {limit}; {state.message}"
         return fail(o, Verdict(Cause.PERMANENT, "StartupDeadlineExceeded", text))

@@ -7,7 +7,6 @@ channels x 2 x 2 = 64): a narrower one can't even pass the noise through.
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -52,11 +51,13 @@ def make_tiny(arch: str, out: Path, seed: int = 0) -> Path:
         _fill_uninitialised(pipe)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
-        pipe.save_pretrained(scratch, safe_serialization=True)
+        complete = Path(scratch) / "model"
+        pipe.save_pretrained(complete, safe_serialization=True)
+        for path in (complete, *complete.rglob("*")):  # another user may train on it
+            path.chmod(0o755 if path.is_dir() else 0o644)
         if out.is_dir():
             out.rmdir()
-        shutil.copytree(scratch, f"{scratch}.done")
-        Path(f"{scratch}.done").replace(out)
+        complete.replace(out)
     return out
 
 

@@ -100,6 +100,7 @@ def save_vae(vae: nn.Module, path: Path) -> None:
     tensors["latent_mean"] = latents.mean((0, 2, 3))
     tensors["latent_variance"] = latents.var((0, 2, 3))
     save_file(tensors, path)
+    path.chmod(0o644)
 
 
 if __name__ == "__main__":
