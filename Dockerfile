@@ -5,17 +5,19 @@ ARG BASE_IMAGE=python:3.11-slim-bookworm
 FROM ${BASE_IMAGE}
 
 # Any base with apt will do: Python 3.11 or newer is installed when it is missing. Bytecode is compiled now, because
-# the root file system is read-only when this runs; unchecked, because nobody edits files in an image.
+# the root file system is read-only when this runs; unchecked, because nobody edits files in an image. The secret is
+# optional: the certificates of a proxy that inspects traffic, where packages come through one.
 COPY requirements/bootstrap.txt requirements/operator.txt /opt/requirements/
 RUN --mount=type=cache,target=/root/.cache/uv \
+    --mount=type=secret,id=ca-certificates,target=/run/ca-certificates.crt \
     set -eu; \
     if ! python3 -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
         apt-get update; \
         apt-get install -y --no-install-recommends python3 python3-venv ca-certificates; \
         rm -rf /var/lib/apt/lists/*; \
     fi; \
-    if [ -f /etc/ssl/certs/ca-certificates.crt ]; then \
-        export SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt PIP_CERT=/etc/ssl/certs/ca-certificates.crt; \
+    if [ -s /run/ca-certificates.crt ]; then \
+        export SSL_CERT_FILE=/run/ca-certificates.crt PIP_CERT=/run/ca-certificates.crt; \
     fi; \
     python3 -m venv /tmp/build; \
     /tmp/build/bin/pip install --quiet --no-cache-dir --disable-pip-version-check --require-hashes \

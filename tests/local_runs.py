@@ -70,6 +70,7 @@ class Workbench:
         self.run = self.store / NAMESPACE / NAME
         self.state = self.store / ".lora-operator" / NAMESPACE / NAME
         self.job = folder / "job.yaml"
+        self._started: list[subprocess.Popen[str]] = []
         for name in ("model", "data"):
             (folder / name).mkdir()
         self.write(job_manifest())
@@ -91,7 +92,7 @@ class Workbench:
 
     def start(self, *arguments: str, **stub: str) -> subprocess.Popen[str]:
         """`lora-operator ARGUMENTS` in the folder, in the background; STUB_... variables steer the trainer."""
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "lora_operator", *arguments],
             cwd=self.folder,
             env=self.environment(**stub),
@@ -100,6 +101,15 @@ class Workbench:
             text=True,
             start_new_session=True,
         )
+        self._started.append(process)
+        return process
+
+    def clear(self) -> None:
+        """Ends what a failed test left running."""
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
 
     def call(self, *arguments: str, **stub: str) -> tuple[int, str]:
         """Exit code and output of `lora-operator ARGUMENTS`."""
@@ -113,6 +123,10 @@ class Workbench:
             return dict(json.loads((self.state / "objects.json").read_text()))
         except (OSError, ValueError):
             return {}
+
+    def is_suspending(self) -> bool:
+        """Whether a signal has been taken."""
+        return bool(self.objects().get("job", {}).get("spec", {}).get("runPolicy", {}).get("suspend"))
 
     def step(self) -> int:
         """The step of the heartbeat."""

@@ -7,6 +7,8 @@ a laptop's CPU in a minute. To train a real adapter, put a real model and your o
 Usage: python examples/quickstart/prepare.py [OUT]
 """
 
+# ruff: noqa: INP001 - a script, no package
+
 from __future__ import annotations
 
 import argparse
@@ -33,7 +35,9 @@ class Photo:
 
 
 PHOTOS = (
-    Photo("astronaut.png", 256, "portrait of a smiling astronaut in an orange space suit in front of a flag and a shuttle"),
+    Photo(
+        "astronaut.png", 256, "portrait of a smiling astronaut in an orange space suit in front of a flag and a shuttle"
+    ),
     Photo("brick.png", 192, "a wall of weathered bricks in black and white, seen straight on"),
     Photo("camera.png", 224, "a man with a camera on a tripod on a lawn, black and white photograph"),
     Photo("chelsea.png", 320, "close-up of the face of a tabby cat that looks past the camera"),
@@ -42,7 +46,11 @@ PHOTOS = (
     Photo("coins.png", 288, "rows of ancient Greek coins from Pompeii on a dark ground, black and white"),
     Photo("grass.png", 160, "blades of grass that fill the picture, black and white texture"),
     Photo("gravel.png", 176, "coarse gravel seen from above, black and white texture"),
-    Photo("hubble_deep_field.jpg", 400, "hundreds of distant galaxies in front of black space, Hubble telescope photograph"),
+    Photo(
+        "hubble_deep_field.jpg",
+        400,
+        "hundreds of distant galaxies in front of black space, Hubble telescope photograph",
+    ),
     Photo("retina.jpg", 272, "the retina of a human eye with its blood vessels, orange disc on black"),
     Photo("rocket.jpg", 352, "a rocket on its launch pad at dusk, between steel towers"),
 )

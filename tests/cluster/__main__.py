@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Annotated
 
 import typer
@@ -12,7 +11,7 @@ from tests.cluster import teardown
 from tests.cluster.binaries import ensure_binaries
 from tests.cluster.cluster import Cluster
 from tests.cluster.report import console, say
-from tests.cluster.settings import ClusterError, Places
+from tests.cluster.settings import ClusterError
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="A real Kubernetes cluster on this machine, without Docker."
@@ -77,14 +76,8 @@ def status() -> None:
 @app.command()
 def clean() -> None:
     """Remove the cluster and everything in the cache: programs, image stores, build storage."""
-    cluster = Cluster()
-    cluster.down()
-    places = Places.default()
-    for name in ("bin", "nodes", "images", "cluster"):
-        folder = places.cache / name
-        if folder.exists():
-            shutil.rmtree(folder)
-            say(f"removed {folder}")
+    for folder in Cluster().clean():
+        say(f"removed {folder}")
 
 
 def main() -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.cluster import download, gobuild
 from tests.cluster.gobuild import PARTS, Part
-from tests.cluster.report import say, step
+from tests.cluster.locks import exclusive
+from tests.cluster.report import say
 from tests.cluster.settings import ClusterError, cache_root
 
 FOLDER_VARIABLE = "LORA_CLUSTER_BIN"
@@ -60,7 +59,7 @@ def _ensure_part(part: Part, root: Path) -> Origin:
     if (folder / "SOURCE").exists():
         return Origin(part, folder, f"cache ({(folder / 'SOURCE').read_text().strip()})")
     root.mkdir(parents=True, exist_ok=True)
-    with _one_at_a_time(root / f"{part.name}.lock", part):
+    with exclusive(root / f"{part.name}.lock", f"is making {part.name}"):
         if not (folder / "SOURCE").exists():
             _obtain(part, folder)
     return Origin(part, folder, (folder / "SOURCE").read_text().strip())
@@ -96,15 +95,3 @@ def _obtain(part: Part, folder: Path) -> None:
             shutil.rmtree(staging, ignore_errors=True)
     reasons = "\n  ".join([f"{FOLDER_VARIABLE} is not set", f"not in the cache ({folder})", *refusals])
     raise ClusterError(f"{part.name} ({', '.join(part.programs)}) could not be had:\n  {reasons}")
-
-
-@contextmanager
-def _one_at_a_time(path: Path, part: Part) -> Iterator[None]:
-    """Two processes that need the same part build it once."""
-    with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with step(f"waited for another process that makes {part.name}"):
-                fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -26,7 +26,7 @@ DEBIAN_REMOVED = (
     "usr/share/locale/*",
     "var/log/*",
 )
-CERTIFICATES = Path("/etc/ssl/certs")
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Builder:
     def ensure_base(self) -> None:
         """Makes our own base image by debootstrap, once; another one buildah has or pulls by itself."""
         reference = self.base_reference()
-        if os.environ.get(BASE_VARIABLE) or self._has(reference):
+        if os.environ.get(BASE_VARIABLE) or self._id_of(reference):
             return
         with step(f"base image of Debian {DEBIAN_SUITE} with Python (once, about a minute)"):
             self._make_base(reference)
@@ -129,9 +129,9 @@ class Builder:
         """Builds an image, re-using every layer whose inputs did not change, and returns its id."""
         self._share_package_cache()
         options = ["--isolation", "chroot", "--network", "host", "--layers", "--format", "oci", "--quiet"]
-        if CERTIFICATES.is_dir():
+        if CERTIFICATES.exists():
             # a machine behind an inspecting proxy trusts certificates that a base image does not know
-            options += ["--volume", f"{CERTIFICATES}:{CERTIFICATES}:ro"]
+            options += ["--secret", f"id=ca-certificates,src={CERTIFICATES}"]
         output = self._buildah(
             *("bud", *options, "--build-arg", f"BASE_IMAGE={base}", "--tag", f"localhost/{recipe.name}:latest"),
             *("--file", str(self.repository / recipe.dockerfile), str(self.repository)),
@@ -150,9 +150,14 @@ class Builder:
             inside.unlink(missing_ok=True)
             inside.symlink_to(outside)
 
-    def find(self, image_id: str) -> Built | None:
-        """A built image with its layers' folders; None when the storage does not have it any more."""
-        if not self._has(image_id):
+    def find(self, reference: str) -> Built | None:
+        """A built image with its layers' folders; None when the storage does not have it any more.
+
+        Args:
+            reference: its name here, whose tag is the beginning of its id.
+        """
+        image_id = self._id_of(reference.rpartition(":")[2])
+        if not image_id:
             return None
         described = json.loads(self._buildah("inspect", "--type", "image", image_id))
         config = described["Config"].encode()
@@ -174,8 +179,10 @@ class Builder:
         self._buildah("rm", "--all", check=False)
         self._buildah("rmi", "--prune", check=False)
 
-    def _has(self, reference: str) -> bool:
-        return bool(self._buildah("images", "--quiet", "--no-trunc", reference, check=False).strip())
+    def _id_of(self, reference: str) -> str:
+        """The full id of an image by its name or the beginning of its id; empty when there is none."""
+        listed = self._buildah("images", "--quiet", "--no-trunc", reference, check=False).split()
+        return listed[0].removeprefix("sha256:") if listed else ""
 
     def _buildah(self, *arguments: str, check: bool = True) -> str:
         program = shutil.which("buildah")
@@ -183,7 +190,7 @@ class Builder:
             raise ClusterError("buildah not found (Debian package: buildah)")
         self.temporary.mkdir(parents=True, exist_ok=True)
         command = [
-            *(program, "--root", str(self.storage), "--runroot", str(self.places.run / "buildah")),
+            *(program, "--root", str(self.storage), "--runroot", str(self.places.build_run)),
             *("--storage-driver", "overlay", "--storage-opt", "overlay.skip_mount_home=true"),
         ]
         done = subprocess.run(
@@ -192,8 +199,14 @@ class Builder:
             env={**os.environ, "TMPDIR": str(self.temporary)},
         )  # fmt: skip
         if check and done.returncode != 0:
-            raise ClusterError(f"buildah {arguments[0]} failed:\n{done.stdout[-1500:]}{done.stderr[-1500:]}")
+            raise ClusterError(f"buildah {arguments[0]} failed:\n{shortened(done.stdout + done.stderr)}")
         return done.stdout
+
+
+def shortened(output: str, lines: int = 25) -> str:
+    """The end of a build's output; buildah repeats a whole RUN instruction in its last line, which hides the cause."""
+    kept = [line for line in output.splitlines() if not line.startswith(("Error: building at STEP", "STEP "))]
+    return "\n".join(line[:300] for line in kept[-lines:])
 
 
 def layer_chain(image_id: str, images: list[dict[str, Any]], layers: list[dict[str, Any]]) -> list[str]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +16,7 @@ from tests.cluster.api import Api
 from tests.cluster.binaries import Binaries, ensure_binaries
 from tests.cluster.controlplane import SERVER, ControlPlane
 from tests.cluster.images import Images
+from tests.cluster.locks import exclusive
 from tests.cluster.network import Network
 from tests.cluster.nodes import Nodes, kubelet_name, stop_containers
 from tests.cluster.processes import ProcessTable
@@ -191,6 +190,12 @@ class Cluster:
             teardown.remove_cluster(self.places, self.processes)
         return found
 
+    def clean(self) -> list[Path]:
+        """Removes the cluster and everything that is kept between clusters, and returns the removed folders."""
+        self.down()
+        with exclusive(self.places.build_lock, "is building images"):
+            return teardown.remove_cache(self.places)
+
     def kubectl(self, *arguments: str, stdin: str | None = None, check: bool = True) -> str:
         """Runs kubectl as administrator and returns its standard output.
 
@@ -250,25 +255,15 @@ class Cluster:
         """Builds the operator's and the trainer's image as far as they changed, and gives them to all nodes."""
         packages.require_linux_root("building images")
         packages.ensure_installed(for_building=True)
-        with self._locked():
-            return images.build_and_load(self.places, self.node_names() if self.is_up() else [])
+        with exclusive(self.places.build_lock, "is building images"):
+            built = images.build_images(self.places)
+            with self._locked():
+                images.load_images(self.places, built, self.node_names() if self.is_up() else [])
+        return built
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """One change at a time on this machine: a second caller waits, and is told for whom."""
-        self.places.run.mkdir(parents=True, exist_ok=True)
-        with self.places.lock.open("a+") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.seek(0)
-                say(f"another command (process {lock.read().strip() or '?'}) is changing the cluster; waiting for it")
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            lock.seek(0)
-            lock.truncate()
-            lock.write(str(os.getpid()))
-            lock.flush()
-            yield
+    def _locked(self) -> AbstractContextManager[None]:
+        """One change at a time on this machine."""
+        return exclusive(self.places.lock, "is changing the cluster")
 
     def __enter__(self) -> Cluster:
         self._started_here = self.up()

@@ -32,19 +32,22 @@ class Images:
     trainer: str
 
 
-def build_and_load(places: Places, nodes: Sequence[str]) -> Images:
-    """Builds what changed and gives it to nodes that lack it; near to nothing to do when nothing changed."""
+def build_images(places: Places) -> Images:
+    """Builds what changed; near to nothing to do when nothing did."""
     builder = Builder(places)
-    memory = Memory(places.images / "built.json")
-    operator, trainer = (_current(builder, memory, recipe) for recipe in (OPERATOR, TRAINER))
+    return Images(*(_current(builder, recipe) for recipe in (OPERATOR, TRAINER)))
+
+
+def load_images(places: Places, images: Images, nodes: Sequence[str]) -> None:
+    """Gives images to the nodes that lack them."""
+    builder = Builder(places)
     for node in nodes:
         containerd = Containerd(places.containerd_socket(node))
         present = containerd.image_references()
-        for recipe, reference in ((OPERATOR, operator), (TRAINER, trainer)):
+        for recipe, reference in ((OPERATOR, images.operator), (TRAINER, images.trainer)):
             if reference not in present:
                 with step(f"{reference} given to {node}"):
-                    _give(builder, recipe, memory.image_id(recipe), containerd)
-    return Images(operator, trainer)
+                    _give(builder, recipe, reference, containerd)
 
 
 class Memory:
@@ -79,8 +82,9 @@ def reference_of(recipe: Recipe, image_id: str) -> str:
     return f"localhost/{recipe.name}:{image_id[:16]}"
 
 
-def _current(builder: Builder, memory: Memory, recipe: Recipe) -> str:
+def _current(builder: Builder, recipe: Recipe) -> str:
     """The reference of the image that belongs to the repository's present content."""
+    memory = Memory(builder.places.images / "built.json")
     base = builder.base_reference()
     inputs = inputs_key(builder.repository, recipe, base)
     image_id = memory.recall(recipe, inputs)
@@ -95,13 +99,10 @@ def _current(builder: Builder, memory: Memory, recipe: Recipe) -> str:
     return reference_of(recipe, image_id)
 
 
-def _give(builder: Builder, recipe: Recipe, image_id: str, containerd: Containerd) -> None:
-    built = builder.find(image_id)
+def _give(builder: Builder, recipe: Recipe, reference: str, containerd: Containerd) -> None:
+    built = builder.find(reference)
     if built is None:
-        raise ClusterError(
-            f"image {image_id} of {recipe.name} is gone from the build storage; run `clean` and build again"
-        )
-    reference = reference_of(recipe, image_id)
+        raise ClusterError(f"{reference} is gone from the build storage; run `clean` and build again")
     committed = _link_layers(built, containerd)
     with tempfile.TemporaryDirectory() as folder:
         archive = Path(folder) / "image.tar"

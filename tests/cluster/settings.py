@@ -86,7 +86,11 @@ class Places:
 
     @property
     def lock(self) -> Path:
-        return self.run / "lock"
+        return self.run / "cluster.lock"
+
+    @property
+    def build_lock(self) -> Path:
+        return self.run / "images.lock"
 
     @property
     def ready_marker(self) -> Path:
@@ -97,6 +101,11 @@ class Places:
     def images(self) -> Path:
         """Image builds: buildah's storage, the base image and what was built from which inputs."""
         return self.cache / "images"
+
+    @property
+    def build_run(self) -> Path:
+        """buildah's notes on what is mounted; beside the cluster's, since builds outlive clusters."""
+        return self.run.with_name(self.run.name + "-images")
 
     def node_data(self, node: str) -> Path:
         """A node's kubelet folder and configuration, thrown away with the cluster."""

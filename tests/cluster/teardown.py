@@ -71,7 +71,7 @@ def remove_cluster(places: Places, processes: ProcessTable) -> None:
     processes.stop([containerd_name(node) for node in nodes], grace_seconds=5)
     processes.stop([entry.name for entry in processes.recorded()], grace_seconds=0)
     processes.sweep()
-    _unmount(places)
+    unmount_below(_cluster_folders(places))
     Network(places).remove()
     _remove_traces_elsewhere(places)
     _remove_folders(places)
@@ -89,15 +89,38 @@ def mounts_below(mountinfo: str, folders: Iterable[Path]) -> list[str]:
 
 
 def _mounts(places: Places) -> list[str]:
-    folders = [places.run, places.data, places.cache / "nodes", places.images]
-    resolved = [folder.resolve() for folder in folders]
+    resolved = [folder.resolve() for folder in _cluster_folders(places)]
     return mounts_below(Path("/proc/self/mountinfo").read_text(), resolved)
 
 
-def _unmount(places: Places) -> None:
-    for point in _mounts(places):
+def _cluster_folders(places: Places) -> list[Path]:
+    return [places.run, places.data, places.cache / "nodes"]
+
+
+def remove_cache(places: Places) -> list[Path]:
+    """Removes what outlives clusters; the cluster must be down.
+
+    Returns:
+        The folders that were there.
+    """
+    unmount_below([places.images])
+    folders = [places.cache / name for name in ("bin", "nodes", "images", "cluster")]
+    removed = [folder for folder in (*folders, places.build_run) if folder.exists()]
+    for folder in removed:
+        shutil.rmtree(folder)
+    return removed
+
+
+def unmount_below(folders: Iterable[Path]) -> None:
+    """Unmounts everything at or below some folders.
+
+    Raises:
+        ClusterError: when something stays mounted: removing a folder would then remove another's files.
+    """
+    resolved = [folder.resolve() for folder in folders]
+    for point in mounts_below(Path("/proc/self/mountinfo").read_text(), resolved):
         subprocess.run(["umount", "--lazy", point], capture_output=True, check=False)
-    left = _mounts(places)
+    left = mounts_below(Path("/proc/self/mountinfo").read_text(), resolved)
     if left:
         raise ClusterError(f"still mounted, so nothing below was removed: {', '.join(left[:5])}")
 
@@ -107,7 +130,7 @@ def _remove_folders(places: Places) -> None:
         if path != places.logs:
             _remove(path)
     for path in places.run.glob("*"):
-        if path != places.lock:
+        if path.suffix != ".lock":  # somebody may be waiting for one
             _remove(path)
 
 

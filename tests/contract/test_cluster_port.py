@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import pytest
 
-from lora_operator.adapters.clock import SystemClock
-from lora_operator.adapters.kube import KubeCluster
-from lora_operator.adapters.kube_api import KubeApi
 from lora_operator.core.views import Event, EventType, JobKey, Manifest
-from lora_operator.ports import Cluster, ClusterError, RefusedError
-from tests.cluster.apiserver import ApiServer
-from tests.cluster.report import wait_until
 from tests.contract.cluster_objects import (
     NAMESPACE,
     a_child,
@@ -26,111 +19,18 @@ from tests.contract.cluster_objects import (
     a_secret,
     a_warning,
     key_of,
-    labels_of,
 )
-from tests.contract.fake_cluster import FakeCluster
+from tests.contract.cluster_worlds import FakeWorld, World
 
 Found = TypeVar("Found")
-CRDS = Path(__file__).resolve().parents[2] / "crds"
-PATHS = {
-    "LoRATrainingJob": "/apis/lora-operator.io/v1alpha1/{}loratrainingjobs",
-    "LoRATrainingProfile": "/apis/lora-operator.io/v1alpha1/loratrainingprofiles",
-    "Job": "/apis/batch/v1/{}jobs",
-    "Pod": "/api/v1/{}pods",
-    "Service": "/api/v1/{}services",
-    "ConfigMap": "/api/v1/{}configmaps",
-    "Secret": "/api/v1/{}secrets",
-    "Event": "/api/v1/{}events",
-}
-
-
-class World(Protocol):
-    """The cluster under test, and the hands of everybody else in it."""
-
-    cluster: Cluster
-    real: bool
-
-    def seed(self, manifest: Manifest) -> Manifest: ...
-    def fetch(self, kind: str, namespace: str, name: str) -> Manifest | None: ...
-    def remove(self, kind: str, namespace: str, name: str) -> None: ...
-
-
-class FakeWorld:
-    real = False
-
-    def __init__(self) -> None:
-        self.cluster = self.fake = FakeCluster()
-
-    def seed(self, manifest: Manifest) -> Manifest:
-        return self.fake.apply(manifest)
-
-    def fetch(self, kind: str, namespace: str, name: str) -> Manifest | None:
-        return self.fake.get(kind, namespace, name)
-
-    def remove(self, kind: str, namespace: str, name: str) -> None:
-        self.fake.delete(kind, namespace, name)
-
-
-class RealWorld:
-    real = True
-
-    def __init__(self, server: ApiServer, cluster: KubeCluster) -> None:
-        self.api, self.cluster = server.api, cluster
-
-    def path(self, kind: str, namespace: str, name: str = "") -> str:
-        collection = PATHS[kind].format(f"namespaces/{namespace}/" if namespace else "")
-        return f"{collection}/{name}" if name else collection
-
-    def ask(self, method: str, path: str, body: Any = None) -> Any:
-        code, answer = self.api.request(method, path, body)
-        assert code < 300, answer
-        return answer
-
-    def seed(self, manifest: Manifest) -> Manifest:
-        metadata = manifest["metadata"]
-        return self.ask("POST", self.path(manifest["kind"], metadata.get("namespace", "")), manifest)
-
-    def fetch(self, kind: str, namespace: str, name: str) -> Manifest | None:
-        return self.api.get(self.path(kind, namespace, name))
-
-    def remove(self, kind: str, namespace: str, name: str) -> None:
-        # a Job deleted without a policy would wait for a controller that is not here
-        self.ask(
-            "DELETE", self.path(kind, namespace, name), {"propagationPolicy": "Background", "gracePeriodSeconds": 0}
-        )
-
-    def wipe(self) -> None:
-        for kind, path in PATHS.items():
-            for namespace in (NAMESPACE, "team-b") if "{}" in path else ("",):
-                for item in self.ask("GET", self.path(kind, namespace))["items"]:
-                    self.remove(kind, namespace, item["metadata"]["name"])
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with ApiServer() as server:
-        for crd in sorted(CRDS.glob("*.yaml")):
-            server.kubectl("apply", "-f", str(crd))
-        server.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
-        for name in (NAMESPACE, "team-b"):
-            server.kubectl("create", "namespace", name)
-        for path in ("loratrainingjobs", "loratrainingprofiles"):  # "storage is (re)initializing" until then
-            where = f"/apis/lora-operator.io/v1alpha1/{path}"
-            wait_until(path, lambda where=where: server.api.get(where) is not None, 30)
-        yield server
 
 
 @pytest.fixture(params=["fake", "kubernetes"])
-async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+def world(request: pytest.FixtureRequest) -> World:
     if request.param == "fake":
-        yield FakeWorld()
-        return
-    server = request.getfixturevalue("server")
-    api = await KubeApi.connect(server.kubeconfig)
-    real = RealWorld(server, KubeCluster(api, SystemClock()))
-    yield real
-    await api.close()
-    real.wipe()
+        return FakeWorld()
+    real: World = request.getfixturevalue("real")
+    return real
 
 
 async def soon(read: Callable[[], Awaitable[Found]], fits: Callable[[Found], bool]) -> Found:
@@ -311,119 +211,3 @@ async def test_emitting_never_raises_even_when_the_job_is_nonsense(world: World)
         {"apiVersion": "x", "kind": "y", "metadata": {"name": "n", "namespace": "no-such-namespace", "uid": "u"}},
         Event(EventType.NORMAL, "Reason", "text"),
     )
-
-
-# --- what only a real server can say
-
-
-@pytest.fixture
-async def real(server: ApiServer) -> AsyncIterator[RealWorld]:
-    api = await KubeApi.connect(server.kubeconfig)
-    world = RealWorld(server, KubeCluster(api, SystemClock(), instance="operator-0"))
-    yield world
-    await api.close()
-    world.wipe()
-
-
-async def test_a_sentence_said_again_raises_the_count_of_its_event(real: RealWorld) -> None:
-    job = real.seed(a_job())
-    for _ in range(3):
-        await real.cluster.emit(job, Event(EventType.WARNING, "Interrupted", "the node went away"))
-    await real.cluster.emit(job, Event(EventType.NORMAL, "Started", "attempt 2"))
-    await real.cluster.flush()
-    events = real.ask("GET", real.path("Event", NAMESPACE))["items"]
-    assert sorted((event["reason"], event["count"], event["type"]) for event in events) == [
-        ("Interrupted", 3, "Warning"),
-        ("Started", 1, "Normal"),
-    ]
-    assert all(event["reportingComponent"] == "lora-operator" for event in events)
-    assert all(event["involvedObject"]["uid"] == job["metadata"]["uid"] for event in events)
-
-
-async def test_a_sentence_whose_event_has_expired_is_said_anew(real: RealWorld) -> None:
-    job, event = real.seed(a_job()), Event(EventType.NORMAL, "Started", "attempt 1")
-    await real.cluster.emit(job, event)
-    await real.cluster.flush()
-    first = real.ask("GET", real.path("Event", NAMESPACE))["items"][0]
-    real.remove("Event", NAMESPACE, first["metadata"]["name"])
-    await real.cluster.emit(job, event)
-    await real.cluster.flush()
-    again = real.ask("GET", real.path("Event", NAMESPACE))["items"]
-    assert [event["count"] for event in again] == [1]
-
-
-async def test_kubectl_describe_shows_the_events(real: RealWorld, server: ApiServer) -> None:
-    job = real.seed(a_job())
-    await real.cluster.emit(job, Event(EventType.NORMAL, "Started", "attempt 1"))
-    await real.cluster.flush()
-    assert "attempt 1" in server.kubectl("describe", "ltj", "-n", NAMESPACE, "mascot")
-
-
-async def test_what_the_server_refuses_is_told_in_its_own_words(real: RealWorld) -> None:
-    child = a_child()
-    child["spec"]["completions"] = -1
-    with pytest.raises(RefusedError, match=r"spec\.completions.*must be greater than or equal to 0"):
-        await real.cluster.create(child)
-    with pytest.raises(RefusedError, match=r"namespaces .*nowhere.* not found"):
-        await real.cluster.create(a_child(namespace="nowhere"))
-
-
-async def test_a_refused_status_is_told_and_not_taken_for_a_conflict(real: RealWorld) -> None:
-    job = real.seed(a_job())
-    with pytest.raises(RefusedError, match=r"status\.phase"):
-        await real.cluster.write_status(job, {"phase": "Nonsense"})
-
-
-async def test_a_quota_that_is_exceeded_is_a_refusal(real: RealWorld) -> None:
-    quota = {
-        "apiVersion": "v1",
-        "kind": "ResourceQuota",
-        "metadata": {"name": "none", "namespace": NAMESPACE},
-        "spec": {"hard": {"count/configmaps": "0"}},
-    }
-    where = f"/api/v1/namespaces/{NAMESPACE}/resourcequotas"
-    real.ask("POST", where, quota)
-    # the quota controller is not here: its first count is written in its place
-    made = real.ask("GET", f"{where}/none")
-    status = {"hard": quota["spec"]["hard"], "used": {"count/configmaps": "0"}}
-    real.ask("PUT", f"{where}/none/status", {**made, "status": status})
-    try:
-        with pytest.raises(RefusedError, match="exceeded quota"):
-            await real.cluster.create(a_companion("ConfigMap"))
-    finally:
-        real.ask("DELETE", f"{where}/none")
-
-
-async def test_lists_longer_than_a_page_are_complete(real: RealWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lora_operator.adapters.kube_api._PAGE_SIZE", 3)
-    for index in range(8):
-        real.seed(a_job(f"job-{index}"))
-    real.seed(a_job("elsewhere", namespace="team-b"))
-    names = [job["metadata"]["name"] async for job in real.cluster.list_jobs()]
-    assert sorted(names) == ["elsewhere", *(f"job-{index}" for index in range(8))]
-    assert [job["metadata"]["name"] async for job in real.cluster.list_jobs(["team-b"])] == ["elsewhere"]
-    assert {job["kind"] async for job in real.cluster.list_jobs(["team-b"])} == {"LoRATrainingJob"}
-
-
-async def test_a_server_that_hangs_is_an_error_within_the_time_limit(
-    real: RealWorld, server: ApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import aiohttp
-
-    monkeypatch.setattr("lora_operator.adapters.kube_api._TIMEOUT", aiohttp.ClientTimeout(total=0.3))
-    monkeypatch.setattr("lora_operator.adapters.kube_api._READ_PAUSES", (0.05,))
-    server.pause()
-    try:
-        async with asyncio.timeout(5):
-            with pytest.raises(ClusterError, match="TimeoutError"):
-                await real.cluster.read_job(JobKey(NAMESPACE, "mascot"))
-    finally:
-        server.resume()
-
-
-async def test_all_resources_are_served_once_the_crds_are_installed(real: RealWorld) -> None:
-    assert await real.cluster.missing_resources() == frozenset()
-
-
-def test_the_labels_of_tests_are_those_that_lists_select() -> None:
-    assert labels_of("u")["lora-operator.io/job-uid"] == "u"

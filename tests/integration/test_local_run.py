@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.cluster.s3 import SeaweedS3
+from tests.cluster.settings import S3_ACCESS_KEY, S3_SECRET_KEY
 from tests.local_runs import Workbench, eventually, interrupt, is_alive, job_manifest
 
-SLOW = {"STUB_STEP_SECONDS": "0.1"}  # a run of six seconds: long enough to disturb it
+SLOW = {"STUB_STEP_SECONDS": "0.05"}  # a run of three seconds: long enough to disturb it
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Workbench:
-    return Workbench(tmp_path)
+def bench(tmp_path: Path) -> Iterator[Workbench]:
+    workbench = Workbench(tmp_path)
+    yield workbench
+    workbench.clear()
 
 
 def test_a_run_ends_with_the_adapter_and_says_how_to_load_it(bench):
@@ -68,12 +73,20 @@ def test_ctrl_c_saves_and_stops_and_the_same_command_goes_on(bench):
     assert "restarts" not in output, "a pause is not a restart"
 
 
-def test_sigterm_does_the_same_with_its_own_exit_code(bench):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_sigterm_and_a_closed_terminal_do_the_same_with_their_own_exit_codes(bench, number, code):
     process = bench.start("run", "job.yaml", **SLOW)
     eventually(lambda: bench.step() >= 2, "two steps")
-    interrupt(process, signal.SIGTERM)
-    assert process.returncode == 143
+    interrupt(process, number)
+    assert process.returncode == code
     assert bench.committed()
+
+
+def test_a_reader_that_goes_away_does_not_end_the_training(bench):
+    process = bench.start("run", "job.yaml", **SLOW)
+    process.stdout.close()
+    process.wait(60)
+    assert (bench.run / "final/manifest.json").exists()
 
 
 def test_a_second_ctrl_c_kills_a_trainer_that_does_not_listen(bench):
@@ -81,7 +94,7 @@ def test_a_second_ctrl_c_kills_a_trainer_that_does_not_listen(bench):
     eventually(lambda: bench.step() >= 2, "two steps")
     _, trainer = bench.pids()
     process.send_signal(signal.SIGINT)
-    eventually(lambda: bench.objects()["job"]["spec"]["runPolicy"]["suspend"], "the first signal to be taken")
+    eventually(bench.is_suspending, "the first signal to be taken")
     output = interrupt(process, signal.SIGINT)
     assert process.returncode == 130
     assert not is_alive(trainer)
@@ -202,3 +215,35 @@ def test_two_nodes_meet_on_one_machine_and_end_together(bench):
     output, _ = process.communicate(timeout=60)
     assert "Preempted" in output or "preempted on purpose" in output
     assert process.returncode == 0
+
+
+def test_a_run_directory_of_another_job_is_not_touched(bench):
+    manifest = job_manifest()
+    manifest["spec"]["output"] = {"path": "shared"}
+    bench.write(manifest)
+    assert bench.call("run", "job.yaml")[0] == 0
+    manifest["metadata"]["name"] = "other"
+    bench.write(manifest)
+    code, output = bench.call("run", "job.yaml")
+    assert code == 1
+    assert "default/other: Invalid: " in output
+    assert "default/stub" in output, "whose it is"
+
+
+def keys_below(s3, prefix):
+    return [item.object_name for item in s3.client.list_objects(bucket_name="runs", prefix=prefix, recursive=True)]
+
+
+def test_a_run_into_an_s3_store_keeps_its_keys_out_of_the_environment(bench):
+    with SeaweedS3(buckets=["runs"]) as s3:
+        keys = {"AWS_ACCESS_KEY_ID": S3_ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": S3_SECRET_KEY}
+        store = ("--store", "s3://runs/team", "--endpoint", s3.endpoint)
+        process = bench.start("run", "job.yaml", *store, **SLOW, **keys)
+        eventually(lambda: keys_below(s3, "team/default/stub/starts/"), "the first start")
+        output = interrupt(process, signal.SIGINT)
+        assert process.returncode == 130, output
+        code, output = bench.call("run", "job.yaml", *store, **keys)
+        assert code == 0, output
+        assert "team/default/stub/final/adapter.safetensors" in keys_below(s3, "team/")
+        assert "s3://runs/team/default/stub/final/adapter.safetensors" in output
+    assert list((bench.folder / "state").rglob("secretKey")) == []

@@ -11,7 +11,7 @@ import torch
 from lora_api.config import TrainerConfig
 from lora_api.run import Control
 from lora_trainer.data.sampler import BatchOrder
-from lora_trainer.data.stream import BatchMaker, Prefetcher, Share
+from lora_trainer.data.stream import Batches, BatchMaker, Share
 from lora_trainer.errors import NotFiniteError
 from lora_trainer.loop import Loop
 from lora_trainer.networks import add_adapter
@@ -55,7 +55,7 @@ def config(**train: Any) -> TrainerConfig:
 class Rig:
     """A loop over made-up samples, without a run directory."""
 
-    def __init__(self, load_tiny, arch="zimage", batch_hook=None, **train: Any) -> None:
+    def __init__(self, load_tiny, arch="zimage", batch_hook=None, ahead=0, **train: Any) -> None:
         self.config = config(**train)
         self.model = load_tiny(arch, TORCH_DTYPE[self.config.train.dtype])
         numbers = Numbers(self.model, 16 if arch == "zimage" else 64)
@@ -67,7 +67,7 @@ class Rig:
         maker = BatchMaker(numbers, order, self.model, share, seed=42, density="logit_normal")
         make = maker.make if batch_hook is None else lambda i, m: batch_hook(i, maker.make(i, m))
         self.reporter = Reporter(None, 1, 1)
-        self.batches = Prefetcher(make, 0, share.accumulation)
+        self.batches = Batches(make, 0, share.accumulation, ahead)
         self.state = TrainState()
         self.loop = Loop(
             config=self.config,
@@ -270,13 +270,20 @@ def test_the_parts_of_a_step_are_timed_and_averaged(load_tiny):
     assert {"data", "forward", "backward", "optimizer", "save"} <= set(lines[0]["milliseconds"])
 
 
-def test_an_error_while_a_batch_is_made_is_raised_in_the_loop(load_tiny):
+def test_batches_made_ahead_in_a_thread_train_the_same_to_the_bit(load_tiny):
+    at_once = Rig(load_tiny, gradient_accumulation=2).run()
+    ahead = Rig(load_tiny, gradient_accumulation=2, ahead=3).run()
+    assert all(torch.equal(at_once[key], ahead[key]) for key in at_once)
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_an_error_while_a_batch_is_made_is_raised_in_the_loop(load_tiny, ahead):
     def broken(iteration, batch):
         if iteration == 2:
             raise ValueError("no such picture")
         return batch
 
-    rig = Rig(load_tiny, batch_hook=broken)
+    rig = Rig(load_tiny, batch_hook=broken, ahead=ahead)
     with pytest.raises(ValueError, match="no such picture"):
         rig.run()
     assert rig.state.step == 2

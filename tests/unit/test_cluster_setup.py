@@ -16,7 +16,7 @@ from tests.cluster.nodes import container_processes
 from tests.cluster.pki import ADMIN, Pki, node_identity
 from tests.cluster.report import wait_until
 from tests.cluster.settings import ClusterError, Places
-from tests.cluster.teardown import container_ids, known_nodes, mounts_below
+from tests.cluster.teardown import container_ids, known_nodes, mounts_below, remove_cache
 
 
 @pytest.fixture
@@ -241,3 +241,16 @@ def test_the_s3_keys_are_readable_by_their_owner_only(tmp_path):
     path = tmp_path / "identities.json"
     assert path.stat().st_mode & 0o777 == 0o600
     assert json.loads(path.read_text())["identities"][0]["credentials"] == [{"accessKey": "key", "secretKey": "secret"}]
+
+
+def test_cleaning_removes_what_outlives_clusters_and_nothing_else(places):
+    for folder in (
+        places.cache / "bin",
+        places.cache / "nodes",
+        places.images,
+        places.build_run,
+        places.cache / "other",
+    ):
+        folder.mkdir(parents=True)
+    assert set(remove_cache(places)) == {places.cache / "bin", places.cache / "nodes", places.images, places.build_run}
+    assert [path.name for path in places.cache.iterdir()] == ["other"]

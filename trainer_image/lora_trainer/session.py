@@ -14,7 +14,7 @@ from lora_trainer.beginning import Beginning
 from lora_trainer.checkpoint import Checkpoint
 from lora_trainer.control import ControlWatch
 from lora_trainer.data.sampler import BatchOrder
-from lora_trainer.data.stream import BatchMaker, Prefetcher, SampleReader, Share
+from lora_trainer.data.stream import Batches, BatchMaker, SampleReader, Share, batches_ahead
 from lora_trainer.errors import CheckpointIntegrityError, TransientError
 from lora_trainer.fence import Fence
 from lora_trainer.finalize import finish, put_samples
@@ -123,7 +123,7 @@ class Session:
         model.forward_module = self.group.wrap(model.denoiser)
         reporter.now.samples_per_step = share.samples_per_step
         reporter.enter("Training")
-        batches = Prefetcher(maker.make, self.state.iteration, share.accumulation)
+        batches = Batches(maker.make, self.state.iteration, share.accumulation, batches_ahead(self.group.device))
         control = ControlWatch(reporter.store) if self.fence is not None and reporter.store is not None else None
         if control is not None:
             control.start()

@@ -24,6 +24,7 @@ _KEPT_LOGS = 50
 _MOST_EVENTS = 500
 _GRACE_SLACK_SECONDS = 2.0
 _PERIOD_SECONDS = 0.1
+_LOCK_TRIES = 5
 
 
 class BusyError(Exception):
@@ -62,11 +63,9 @@ class LocalState:
         self.folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+            if not _lock(handle):
                 text = os.read(handle, 32).decode()
-                raise BusyError(int(text) if text.isdigit() else None) from error
+                raise BusyError(int(text) if text.isdigit() else None)
             os.ftruncate(handle, 0)
             os.pwrite(handle, str(os.getpid()).encode(), 0)
             yield
@@ -151,6 +150,18 @@ class LocalState:
     def has_leftovers(self) -> bool:
         """Whether processes of a run that was killed still live."""
         return any(local_pods.living(folder / local_pods.RECORD) for folder in self.pods.glob("*"))
+
+
+def _lock(handle: int) -> bool:
+    """Takes the lock. Tries for a moment: `lora-operator status` holds it for an instant to see whether it is free."""
+    for _ in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_PERIOD_SECONDS)
+        else:
+            return True
+    return False
 
 
 def _grace_of(record: Path) -> float:

@@ -47,7 +47,8 @@ def assemble(o: Observed, decision: Decision) -> Plan:
     if decision.frozen:
         status = o.status if o.status.observed_generation == generation else _observed(o.status, generation)
         return Plan(status=status, delete_children=decision.delete_children)
-    retention = _retention(o)
+    deleting = decision.state.kind is Kind.DELETING
+    retention = None if deleting else _retention(o)
     status = _status(o, decision, retention)
     news = (*_resume_events(o, status), *_checkpoint_events(o, status, retention))
     begins = decision.state.kind is Kind.RUNNING
@@ -56,7 +57,7 @@ def assemble(o: Observed, decision: Decision) -> Plan:
         status=hold_back_progress(o.status, _bounded(status), o.now),
         create=decision.create,
         delete_children=decision.delete_children or _obsolete_children(o),
-        put_control=_control(o),
+        put_control=None if deleting else _control(o),
         delete_keys=retention.delete_keys if retention else (),
         delete_run=decision.delete_run,
         finalizers=decision.finalizers if decision.finalizers is not None else _wanted_finalizers(o, decision),
@@ -67,7 +68,8 @@ def assemble(o: Observed, decision: Decision) -> Plan:
 
 def _status(o: Observed, decision: Decision, retention: Retention | None) -> JobStatus:
     updates: dict[str, Any] = {"observed_generation": o.raw["metadata"].get("generation", 0)}
-    if o.run is not None and not is_foreign(o):
+    deleting = decision.state.kind is Kind.DELETING
+    if o.run is not None and not is_foreign(o) and not deleting:
         updates["output"] = output_status(o.run, own_result(o))
         if o.run.progress is not None:
             beat, runs = o.run.progress, decision.state.kind is Kind.RUNNING
@@ -77,7 +79,6 @@ def _status(o: Observed, decision: Decision, retention: Retention | None) -> Job
         if retention is not None:
             updates["checkpoints"] = checkpoints_status(o.run, retention, o.status.checkpoints.removed)
     status = o.status.model_copy(update={**updates, **decision.updates})
-    deleting = decision.state.kind is Kind.DELETING
     facts = [*facts_of(decision.state), *_checkpoint_facts(o, status)]
     if deleting and is_terminal(o.status):  # how it ended stays true
         facts = [Fact(ConditionType.RECONCILING, True, decision.state.reason, decision.state.message)]
@@ -207,7 +208,7 @@ def _resume_events(o: Observed, status: JobStatus) -> list[Event]:
 
 def _bounded(status: JobStatus) -> JobStatus:
     """Under 8 kB: a status is read by every list call. What can be read elsewhere is left out first."""
-    while _size_bytes(status) > _STATUS_LIMIT_BYTES and status.checkpoints.entries:
+    while _size_bytes(status) > _STATUS_LIMIT_BYTES and len(status.checkpoints.entries) > 1:  # one tells what is news
         fewer = status.checkpoints.model_copy(update={"entries": status.checkpoints.entries[:-1]})
         status = status.model_copy(update={"checkpoints": fewer})
     while _size_bytes(status) > _STATUS_LIMIT_BYTES and status.output.samples:

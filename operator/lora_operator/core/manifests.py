@@ -8,7 +8,7 @@ from typing import Any
 from lora_api import names
 from lora_api.exit_codes import ExitCode
 from lora_api.job import API_VERSION, KIND, LoRATrainingJob
-from lora_api.profile import LoRATrainingProfile, StoreSpec
+from lora_api.profile import LoRATrainingProfile, StoreSpec, TrainerSpec
 from lora_api.run import Progress, RunConfig
 from lora_operator.core.views import Manifest
 
@@ -35,18 +35,17 @@ def build_attempt(
         attempt: Counts from 1.
         last: The newest heartbeat, whose save time sets the grace period.
     """
-    metadata = _metadata(job, attempt)
     run_config = _run_config(job, profile, store, attempt)
     config_map = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": metadata,
+        "metadata": _metadata(job, attempt),
         "data": {RUN_CONFIG_FILE: run_config.model_dump_json(by_alias=True, indent=1)},
     }
     service = {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": metadata,
+        "metadata": _metadata(job, attempt),
         "spec": {
             "clusterIP": "None",
             "selector": _selector(job, attempt),
@@ -58,7 +57,7 @@ def build_attempt(
         },
     }
     pod_spec = _pod_spec(job, profile, store, run_config, last)
-    return config_map, service, _batch_job(job, metadata, run_config.nodes, pod_spec)
+    return config_map, service, _batch_job(job, _metadata(job, attempt), run_config.nodes, pod_spec)
 
 
 def grace_seconds(profile: LoRATrainingProfile, last: Progress | None) -> int:
@@ -197,23 +196,12 @@ def _container(
     limits: dict[str, Any] = {"memory": memory}
     if gpus:
         requests[trainer.gpu_resource_name] = limits[trainer.gpu_resource_name] = gpus
-    env = {
-        "LORA_RUN_CONFIG": f"{RUN_CONFIG_FOLDER}/{RUN_CONFIG_FILE}",
-        "LORA_CREDENTIALS_DIR": CREDENTIALS_FOLDER,
-        "LORA_CACHE_DIR": CACHE_FOLDER,
-        "LORA_TERMINATION_LOG": TERMINATION_LOG,
-        "LORA_GRACE_SECONDS": str(grace - 2),
-        "LORA_METRICS_PORT": str(METRICS_PORT),
-        "HOME": "/tmp",  # noqa: S108 - an emptyDir; the root file system is read-only
-        "HF_HUB_OFFLINE": "1",
-        **trainer.env,
-    }
     return {
         "name": names.TRAINER_CONTAINER,
         "image": trainer.image,
         "imagePullPolicy": trainer.image_pull_policy,
         "command": _command(run_config, name),
-        "env": [{"name": key, "value": value} for key, value in env.items()],
+        "env": [{"name": key, "value": value} for key, value in _environment(trainer, grace).items()],
         "ports": [
             {"name": "rendezvous", "containerPort": MASTER_PORT},
             {"name": "metrics", "containerPort": METRICS_PORT},
@@ -233,6 +221,20 @@ def _container(
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - an emptyDir
             {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - an emptyDir in memory
         ],
+    }
+
+
+def _environment(trainer: TrainerSpec, grace: int) -> dict[str, str]:
+    return {
+        "LORA_RUN_CONFIG": f"{RUN_CONFIG_FOLDER}/{RUN_CONFIG_FILE}",
+        "LORA_CREDENTIALS_DIR": CREDENTIALS_FOLDER,
+        "LORA_CACHE_DIR": CACHE_FOLDER,
+        "LORA_TERMINATION_LOG": TERMINATION_LOG,
+        "LORA_GRACE_SECONDS": str(grace - 2),
+        "LORA_METRICS_PORT": str(METRICS_PORT),
+        "HOME": "/tmp",  # noqa: S108 - an emptyDir; the root file system is read-only
+        "HF_HUB_OFFLINE": "1",
+        **trainer.env,
     }
 
 

@@ -74,8 +74,9 @@ def _it_is_being_deleted(o: Observed) -> Decision | None:
     if FINALIZER not in finalizers:
         return Decision(state)  # owner references do the rest
     children = tuple((child.name, child.uid) for child in all_children(o) if not child.terminating)
-    if children or pods_in_the_way(o):
-        return Decision(state, delete_children=children, requeue=SOON)
+    pods = pods_in_the_way(o)
+    if children or pods:
+        return Decision(state, delete_children=children, requeue=SOON if pods else AT_ONCE)
     if o.run is None and o.store_error:
         text = f"The run directory can't be deleted yet: {o.store_error}"
         waits = State(Kind.DELETING, "Deleting", text)
@@ -325,7 +326,9 @@ def _was_counted_as_reclaimed(status: JobStatus) -> bool:
 def _store_came_back_at(o: Observed) -> datetime | None:
     """When the store was readable again: a heartbeat could not be written before, and may take a moment more."""
     condition = condition_of(o.status, ConditionType.CHECKPOINT_GC)
-    return parse_time(condition.last_transition_time) if condition is not None and condition.status == "True" else None
+    if condition is None:
+        return None
+    return parse_time(condition.last_transition_time) if condition.status == "True" else o.now
 
 
 def _not_begun(o: Observed) -> list[PodView]:

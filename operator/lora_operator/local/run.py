@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ from lora_operator.reconciler import Reconciler
 
 _LONGEST_WAIT_SECONDS = 5.0
 _FINISHING_SECONDS = 60.0  # a trainer that has committed its result may take this long to leave
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -66,6 +68,8 @@ def run_job(
     state = prepared.state
     try:
         with state.locked():
+            # the reconciler's own words: a panel leaves no place for them on the screen
+            logging.basicConfig(filename=state.folder / "operator.log", level=logging.INFO, format=_LOG_FORMAT)
             for note in prepared.notes:
                 view.note(note, clock.now())
             objects = open_objects(prepared, view, clock)
@@ -206,8 +210,8 @@ class LocalRun:
             text = "stopping: the trainer saves a checkpoint first"
             if number == signal.SIGINT:
                 text += " (Ctrl-C again kills it)"
-            self._view.note(text, self._clock.now())
             self._cluster.suspend()
+            self._note(text)
         else:
             self._cluster.kill()
 
@@ -234,15 +238,21 @@ class LocalRun:
         due = [step for step in self._preempt_at if step <= beat.step]
         if due and self._cluster.preempt(f"preempted on purpose at step {beat.step} (--preempt-at {due[-1]})"):
             self._preempt_at = [step for step in self._preempt_at if step > beat.step]
-            self._view.note(f"preempting the job at step {beat.step}, as asked for", self._clock.now())
+            self._note(f"preempting the job at step {beat.step}, as asked for")
 
     def _show(self) -> None:
-        self._view.update(Snapshot(self._prepared.key, self._status, self._progress), self._clock.now())
+        with suppress(OSError):  # a closed terminal or pipe must not end the training
+            self._view.update(Snapshot(self._prepared.key, self._status, self._progress), self._clock.now())
+
+    def _note(self, text: str) -> None:
+        with suppress(OSError):
+            self._view.note(text, self._clock.now())
 
     def _show_event(self, event: Event) -> None:
         if self._signal is not None and event.reason == "Suspended":
             return  # the closing lines say it in the words of this command
-        self._view.event(event, self._clock.now())
+        with suppress(OSError):
+            self._view.event(event, self._clock.now())
 
     def _write_status(self) -> None:
         """The job object, to the file that was asked for, whenever it has changed."""
@@ -257,5 +267,5 @@ class LocalRun:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, text)
         except OSError as error:
-            self._view.note(f"{path}: can't be written: {error.strerror}", self._clock.now())
+            self._note(f"{path}: can't be written: {error.strerror}")
             self._write_status_to = None

@@ -97,7 +97,7 @@ def _load_yaml(text: str) -> Iterator[Any]:
     loader = _Loader(text)
     try:
         while loader.check_data():  # type: ignore[no-untyped-call]
-            yield loader.get_data()  # type: ignore[no-untyped-call]
+            yield loader.get_data()
     finally:
         loader.dispose()
 

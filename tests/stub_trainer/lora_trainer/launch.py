@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -29,12 +30,7 @@ from lora_api.run import (
 from lora_api.stores import credentials_from_folder, open_store
 
 NOW = "2026-01-01T00:00:00Z"
-stopped = False
-
-
-def stop(*_):
-    global stopped
-    stopped = True
+STOPPED = threading.Event()
 
 
 class Stub:
@@ -46,9 +42,7 @@ class Stub:
         self.store = open_store(self.run.store, credentials).sub(self.run.path)
         self.hash = config_hash(self.run.config)
         self.steps = self.run.config.train.steps
-        self.start = 1 + max(
-            (int(o.key[len(layout.STARTS) :][:6]) for o in self.store.list(layout.STARTS)), default=0
-        )
+        self.start = 1 + max((int(o.key[len(layout.STARTS) :][:6]) for o in self.store.list(layout.STARTS)), default=0)
         self.step, self.resumed = 0, None
 
     def put(self, key, document):
@@ -127,20 +121,19 @@ class Stub:
 
 
 def main():
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if os.environ.get("STUB_DEAF") else stop)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if os.environ.get("STUB_DEAF") else lambda *_: STOPPED.set())
     stub = Stub()
     if orphan := os.environ.get("STUB_ORPHAN"):
         child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         Path(orphan).write_text(str(child.pid))
     if os.environ["JOB_COMPLETION_INDEX"] != "0":
-        while not stopped:
-            time.sleep(0.02)
+        STOPPED.wait()
         stub.leave(85, "a follower was stopped")
     fail_step, _, fail_code = os.environ.get("STUB_FAIL", "").partition(":")
     print(json.dumps({"argv": sys.argv[1:], "start": stub.start}), flush=True)
     stub.begin()
     while stub.step < stub.steps:
-        if stopped:
+        if STOPPED.is_set():
             stub.save()
             stub.leave(85, "asked to stop")
         if fail_step and stub.step >= int(fail_step) and (stub.start == 1 or os.environ.get("STUB_FAIL_ALWAYS")):

@@ -1,4 +1,4 @@
-"""From batch numbers to tensors on the device, prepared ahead in a thread."""
+"""From batch numbers to tensors on the device, prepared ahead in a thread where that pays."""
 
 from __future__ import annotations
 
@@ -142,22 +142,37 @@ class BatchMaker:
         return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-class Prefetcher:
-    """Runs `make` ahead of the loop in one thread; an error there is raised here, at the batch it belongs to."""
+class Batches:
+    """The micro-batches of a run, in order, from an iteration on.
 
-    def __init__(self, make: Callable[[int, int], MicroBatch], first_iteration: int, accumulation: int) -> None:
-        self._make, self._accumulation = make, accumulation
-        self._ready: queue.Queue[MicroBatch | BaseException] = queue.Queue(maxsize=_AHEAD)
+    With a GPU they are made ahead in a thread, while the loop waits for the device. On a CPU both would compete for the
+    interpreter, and handing it over costs ten times what making a batch does: there they are made when asked for.
+
+    Args:
+        make: Makes the batch of (iteration, micro).
+        first_iteration: Where to begin.
+        accumulation: Micro-batches in an iteration.
+        ahead: How many are kept ready; 0 is no thread.
+    """
+
+    def __init__(
+        self, make: Callable[[int, int], MicroBatch], first_iteration: int, accumulation: int, ahead: int = 0
+    ) -> None:
+        self._make, self._numbers = make, _numbers(first_iteration, accumulation)
+        self._ready: queue.Queue[MicroBatch | BaseException] = queue.Queue(maxsize=max(1, ahead))
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(first_iteration,), name="prefetch", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="batches", daemon=True) if ahead else None
+        if self._thread is not None:
+            self._thread.start()
 
     def next(self) -> MicroBatch:
         """The next micro-batch.
 
         Raises:
-            Exception: What `make` raised.
+            Exception: What `make` raised for it.
         """
+        if self._thread is None:
+            return self._make(*next(self._numbers))
         item = self._ready.get()
         if isinstance(item, BaseException):
             raise item
@@ -166,14 +181,14 @@ class Prefetcher:
     def close(self) -> None:
         """Ends the thread."""
         self._ended.set()
-        while self._thread.is_alive():
+        while self._thread is not None and self._thread.is_alive():
             try:
                 self._ready.get_nowait()
             except queue.Empty:
                 self._thread.join(timeout=0.01)
 
-    def _run(self, first_iteration: int) -> None:
-        for iteration, micro in _numbers(first_iteration, self._accumulation):
+    def _run(self) -> None:
+        for iteration, micro in self._numbers:
             if self._ended.is_set():
                 return
             try:
@@ -183,6 +198,11 @@ class Prefetcher:
             self._ready.put(item)
             if isinstance(item, BaseException):
                 return
+
+
+def batches_ahead(device: torch.device) -> int:
+    """How many micro-batches to keep ready for a device."""
+    return 0 if device.type == "cpu" else _AHEAD
 
 
 def _numbers(first_iteration: int, accumulation: int) -> Iterator[tuple[int, int]]:
