@@ -173,11 +173,9 @@ def _options(job: str, store: str, endpoint: str | None, profile: str | None) ->
 
 
 def _view(*, plain: bool) -> View:
-    from rich.console import Console
+    from lora_operator.local.liveview import LiveView, PatientConsole, PlainView
 
-    from lora_operator.local.liveview import LiveView, PlainView
-
-    console = Console()
+    console = PatientConsole()
     return PlainView(console) if plain or not console.is_terminal else LiveView(console)
 
 

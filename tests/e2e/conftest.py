@@ -78,18 +78,15 @@ def world(cluster: Cluster, tiny_model: Path, photos: Path, tmp_path_factory: py
     upload(world, "datasets", "photos", photos)
     values = tmp_path_factory.mktemp("helm") / "values.yaml"
     values.write_text(yaml.safe_dump(chart_values(world)))
-    world.core.create_namespace(
-        {"metadata": {"name": SYSTEM, "labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
-    )
-    world.make_secret(SYSTEM)
+    world.remove_leftovers()
     chart = str(ROOT / "charts/lora-operator")
-    cluster.helm("install", "lora-operator", chart, "-n", SYSTEM, "-f", str(values), "--wait", "--timeout", "120s")
-    try:
-        yield world
-    finally:
-        cluster.helm("uninstall", "lora-operator", "-n", SYSTEM, "--wait")
-        cluster.kubectl("delete", "namespace", SYSTEM, "--timeout=60s")
-        cluster.kubectl("delete", "crd", "-l", "app.kubernetes.io/part-of=lora-operator", "--timeout=60s")
+    with world.namespace(SYSTEM):
+        cluster.helm("install", "lora-operator", chart, "-n", SYSTEM, "-f", str(values), "--wait", "--timeout", "120s")
+        try:
+            yield world
+        finally:
+            cluster.helm("uninstall", "lora-operator", "-n", SYSTEM, "--wait")
+            cluster.kubectl("delete", "-f", str(ROOT / "crds"), "--timeout=60s")
 
 
 def upload(world: World, bucket: str, prefix: str, folder: Path) -> None:

@@ -57,6 +57,16 @@ class World:
             self.core.delete_namespace(name)
             self.wait("namespace to be gone", lambda: not self.namespace_exists(name), 120)
 
+    def remove_leftovers(self) -> None:
+        """What an earlier session that was cut short has left in a cluster that still runs, and in its store."""
+        left = [item.metadata.name for item in self.core.list_namespace().items]
+        for name in left:
+            if name.startswith("story-") or name == SYSTEM:
+                self.cluster.kubectl("delete", "namespace", name, "--timeout=120s")
+        self.cluster.kubectl("delete", "priorityclass", "urgent", "--ignore-not-found")
+        for item in self.s3.list_objects(bucket_name=BUCKET, prefix="story-", recursive=True):
+            self.s3.remove_object(bucket_name=BUCKET, object_name=str(item.object_name))
+
     def namespace_exists(self, name: str) -> bool:
         return any(item.metadata.name == name for item in self.core.list_namespace().items)
 

@@ -216,6 +216,15 @@ async def test_a_job_may_be_suspended_from_the_beginning() -> None:
     await world.until_phase(Phase.SUCCEEDED)
 
 
+async def test_a_job_that_is_suspended_while_it_waits_in_a_queue_leaves_the_queue_at_once() -> None:
+    world = World(JobBuilder().with_policy(queueName="gpu"))
+    world.kubernetes.kueue = True
+    await world.until_phase(Phase.QUEUED)
+    world.edit(lambda job: job["spec"]["runPolicy"].update(suspend=True))
+    await world.look_and_rest()
+    assert (world.phase, world.job_names()) == (Phase.SUSPENDED, [])
+
+
 async def test_kueue_takes_the_quota_back_and_the_same_attempt_goes_on_when_it_is_admitted() -> None:
     world = World(JobBuilder().with_policy(queueName="gpu"))
     world.kubernetes.kueue = True

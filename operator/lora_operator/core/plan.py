@@ -155,8 +155,8 @@ def _it_is_suspended(o: Observed) -> Decision | None:
         state = State(stopping, "Suspending", "Saving and stopping, as spec.runPolicy.suspend asks")
         return Decision(state, updates=next_attempt(o), requeue=AT_ONCE)
     if live or unstopped(o.other_children):
-        state = State(stopping, "Suspending", f"Waiting for {count_pods(len(live))} to save and stop")
-        return Decision(state, requeue=SOON)
+        text = f"Waiting for {count_pods(len(live)) if live else 'the Job'} to save and stop"
+        return Decision(State(stopping, "Suspending", text), requeue=SOON if live else AT_ONCE)
     text = "Suspended by spec.runPolicy.suspend; set it to false to go on"
     news = () if holds(o.status, ConditionType.SUSPENDED) else (normal("Suspended", text),)
     return Decision(State(Kind.SUSPENDED, "Suspended", text), updates={"stage": None}, events=news)

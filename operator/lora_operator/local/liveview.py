@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import deque
 from dataclasses import dataclass
 from datetime import datetime
@@ -65,6 +67,17 @@ class View(Protocol):
     def close(self) -> None:
         """Nothing more comes."""
         ...
+
+
+class PatientConsole(Console):
+    """Goes on in silence when its reader has gone away: nobody looking is no reason to stop training."""
+
+    def on_broken_pipe(self) -> None:
+        """Sends what is still to come nowhere."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 class PlainView:
