@@ -11,6 +11,11 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export PYTHONUNBUFFERED := 1
 
+# a runner without internet would wait in vain for a download: the cluster is built from source there
+ifdef CI
+export LORA_CLUSTER_DOWNLOAD_BASE ?= off
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help run test test-fast test-unit test-trainer test-integration test-e2e lint format generate verify cluster \
         cluster-down images bench bench-trainer lock clean

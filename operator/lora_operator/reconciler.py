@@ -10,6 +10,7 @@ from typing import Protocol
 
 from lora_api import layout
 from lora_api.job import JobStatus, LoRATrainingJob, Phase, status_to_wire
+from lora_api.names import child_name
 from lora_api.problems import InvalidDocument, Problem, parse
 from lora_api.profile import LoRATrainingProfile, StoreSpec
 from lora_api.store import Store, StoreCredentialsError, StoreError, StoreMissingError
@@ -107,18 +108,18 @@ class Reconciler:
             return None, None
         now, status, uid = self._clock.now(), read_status(raw), raw["metadata"].get("uid", "")
         over = is_terminal(status) and raw["metadata"].get("deletionTimestamp") is None
-        target = _Target() if over else await self._target(raw)
-        observed = Observed(
-            now=now,
-            raw=raw,
-            status=status,
+        blank = Observed(now=now, raw=raw, status=status)
+        target, observed = await asyncio.gather(
+            _nothing() if over else self._target(raw), self._with_children(key, blank, uid, now)
+        )
+        observed = replace(
+            observed,
             job=target.job,
             problems=target.problems,
             profile=target.profile,
             store=target.spec,
             store_error=target.store_error,
         )
-        observed = await self._with_children(key, observed, uid, now)
         if target.store is None:
             return observed, None
         return await self._with_run(observed, target.store), target.store
@@ -135,9 +136,16 @@ class Reconciler:
         barred = any(problem.path.startswith("spec.output.store") for problem in problems)
         if barred or spec is None or profile is None:
             return _Target(job, profile, spec, problems=tuple(problems))
-        problems = await self._secret_problems(job, spec)
+        secret_problems, opened = await asyncio.gather(
+            self._secret_problems(job, spec), self._stores.open(spec), return_exceptions=True
+        )
+        if isinstance(secret_problems, BaseException):
+            raise secret_problems
+        problems = secret_problems
         try:
-            root = await self._stores.open(spec)
+            if isinstance(opened, BaseException):
+                raise opened
+            root = opened
         except StoreCredentialsError as error:
             problem = Problem(f"spec.output.store {spec.name!r}", str(error))
             return _Target(job, profile, spec, problems=(*problems, problem))
@@ -162,9 +170,13 @@ class Reconciler:
         if not self._in_cluster or name is None:
             return []
         namespace = job.metadata.namespace
-        keys = await self._cluster.secret_keys(namespace, name)
         wanted = {"accessKey", "secretKey"}
         where = f"spec.output.store {spec.name!r}"
+        try:
+            keys = await self._cluster.secret_keys(namespace, name)
+        except RefusedError as error:
+            text = f"Secret {name!r} in namespace {namespace!r} can't be looked at: {error}; add its name to the chart's rbac.jobSecretNames"
+            return [Problem(where, text)]
         if keys is None:
             text = f"Secret {name!r} does not exist in namespace {namespace!r}; create it with the keys accessKey and secretKey"
             return [Problem(where, text)]
@@ -174,11 +186,11 @@ class Reconciler:
         return []
 
     async def _with_children(self, key: JobKey, observed: Observed, uid: str, now: datetime) -> Observed:
-        children = [child_view(item, uid) for item in await self._cluster.read_children(key, uid)]
-        pods = await self._cluster.read_pods(key, uid)
-        attempt, name = observed.status.attempt, observed.status.child_name
+        jobs, pods = await asyncio.gather(self._cluster.read_children(key, uid), self._cluster.read_pods(key, uid))
+        children = [child_view(item, uid) for item in jobs]
+        attempt, name = observed.status.attempt, observed.status.child_name or child_name(key.name, 1)
         child: ChildView | None = next((c for c in children if c.name == name and c.ours), None)
-        if child is None and name is not None and not is_terminal(observed.status):
+        if child is None and not is_terminal(observed.status):
             there = await self._cluster.read_child(key.namespace, name)
             child = child_view(there, uid) if there is not None else None
         mine = tuple(pod_view(pod, now) for pod in pods if attempt_of(pod) == attempt)
@@ -226,13 +238,19 @@ class Reconciler:
         for name, uid in decided.delete_children:
             await self._cluster.delete_child(key.namespace, name, uid)
         try:
-            for manifest in decided.create:
-                await self._cluster.create(manifest)
+            await self._create(decided)
         except RefusedError as error:
             logger.warning("%s: creating attempt %s was refused: %s", key, decided.status.attempt, error)
             await self._take_back(key, decided)
             decided = plan(replace(observed, apply_error=str(error)))
         return decided
+
+    async def _create(self, decided: Plan) -> None:
+        """Everything at once: the kubelet waits for what a pod mounts. Raises the first error when all have been tried."""
+        done = await asyncio.gather(*map(self._cluster.create, decided.create), return_exceptions=True)
+        for outcome in done:
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     async def _take_back(self, key: JobKey, decided: Plan) -> None:
         """Removes what was created before the API server refused the rest: its content is old when that is tried again."""
@@ -266,6 +284,10 @@ class Reconciler:
             await asyncio.to_thread(store.put, layout.CONTROL, data)
         for batch in decided.delete_keys:
             await asyncio.to_thread(store.delete, list(batch))
+
+
+async def _nothing() -> _Target:
+    return _Target()
 
 
 def _name(observed: Observed) -> str:

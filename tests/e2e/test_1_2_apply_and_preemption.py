@@ -133,7 +133,7 @@ def gpu_pod(name: str, image: str) -> Object:
                     "image": image,
                     "imagePullPolicy": "Never",
                     "command": ["python3", "-c", "import signal; signal.pause()"],
-                    "resources": {"limits": {"nvidia.com/gpu": 1}},
+                    "resources": {"limits": {"nvidia.com/gpu": "1"}},
                     "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
                 }
             ],

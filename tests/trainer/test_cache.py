@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lora_api.exit_codes import ExitCode
-from lora_trainer.data.buckets import Size
 from lora_trainer.data.cache import TensorCache, latents_key, text_key
 from lora_trainer.data.encode import captions_of, encode_captions, encode_pictures, pixels_of
 from lora_trainer.data.samples import Fingerprints, Sample, plan_samples
@@ -161,13 +160,3 @@ def test_training_without_the_cache_gives_the_same_adapter(tmp_path, data, tiny_
     assert fresh.run() == ExitCode.DONE
     assert not list((tmp_path / "other-cache").rglob("latents/*"))
     assert cached.newest()["adapter.safetensors"] == fresh.newest()["adapter.safetensors"]
-
-
-def test_the_bucket_of_a_picture_is_the_size_it_is_trained_at(data):
-    assert [sample.bucket for sample in plan(data)] == [
-        Size(64, 64),
-        Size(64, 64),
-        Size(80, 48),
-        Size(64, 64),
-        Size(48, 80),
-    ]

@@ -90,6 +90,7 @@ def test_the_exported_adapter_loads_into_the_pipeline(job, tmp_path, tiny_model_
 
 # ---------------------------------------------------------------------- 64: configuration
 def test_a_run_configuration_that_is_missing_broken_or_wrong_names_what_is_wrong(job, tmp_path):
+    job.write()
     assert end(job, path=tmp_path / "nowhere.json")[0] == ExitCode.CONFIGURATION
     code, message = end(job, path=job.write_raw("{"))
     assert (code, "is not JSON" in message) == (ExitCode.CONFIGURATION, True)
@@ -137,7 +138,7 @@ def test_an_s3_model_without_an_s3_store_names_the_field(job):
         (lambda folder: [path.unlink() for path in folder.glob("*.png")], "no pictures in"),
         (lambda folder: (folder / "1.txt").write_bytes(b"caf\xe9"), "1.txt: the caption is not UTF-8: byte 3"),
         (lambda folder: (folder / "2.png").write_text("not a picture"), "2.png: not a readable picture"),
-        (lambda folder: (folder / "3.png").write_bytes((folder / "3.png").read_bytes()[:200]), "3.png: not a readable"),
+        (lambda folder: (folder / "3.png").write_bytes((folder / "3.png").read_bytes()[:120]), "3.png: not a readable"),
         (lambda folder: make_pictures(folder, [(10, 10)]), "0.png: the picture is too small: 10x10"),
     ],
 )
@@ -158,13 +159,12 @@ def test_a_missing_dataset_folder_names_the_field(job):
 
 # ---------------------------------------------------------------------- 75, 77: the store
 def test_a_store_that_stays_away_ends_with_75(job, monkeypatch):
-    from lora_trainer import retry
+    from lora_trainer import retry, train
 
     def away(store, key, data):
         raise StoreError("the store is away")
 
-    monkeypatch.setattr(retry.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(retry, "WAITS_SECONDS", (0.0,))
+    monkeypatch.setattr(train, "RetryingStore", lambda store: retry.RetryingStore(store, (0.0, 0.0)))
     monkeypatch.setattr(DirectoryStore, "put", away)
     assert end(job) == (ExitCode.TRANSIENT, "the store is away")
 

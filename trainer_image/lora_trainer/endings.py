@@ -44,7 +44,7 @@ def code_of(error: BaseException) -> int:
     for kind, code in _CODES:
         if isinstance(error, kind):
             return code
-    if isinstance(error, _loaded("lora_trainer.families.base", "ModelError")):
+    if isinstance(error, _loaded("lora_trainer.families.folder", "ModelError")):
         return ExitCode.CONFIGURATION
     if isinstance(error, _loaded("torch", "OutOfMemoryError")) or "DefaultCPUAllocator" in str(error):
         return ExitCode.OUT_OF_MEMORY

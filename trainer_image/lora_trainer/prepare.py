@@ -18,6 +18,7 @@ from lora_trainer.data.locations import local_folder
 from lora_trainer.data.samples import Fingerprints, Sample, digest, plan_samples
 from lora_trainer.environment import Environment
 from lora_trainer.errors import ConfigurationError
+from lora_trainer.families.folder import ModelError
 from lora_trainer.families.registry import family_for
 from lora_trainer.reporting import Reporter
 from lora_trainer.runtime import TORCH_DTYPE, Group
@@ -78,7 +79,7 @@ class Preparation:
         family = _family(config.model.arch)
         model_folder, samples = self._first_on_each_node(family)
         self._say("loading the base model")
-        model = family.load(model_folder, dtype=TORCH_DTYPE[config.train.dtype], device=self.device)
+        model = self._load(family, model_folder)
         prompts = tuple(fill_trigger(prompt, config.trigger_word) for prompt in config.sample.prompts)
         cache = TensorCache(self.environment.cache_folder / "tensors")
         self._encode(samples, prompts, model, cache)
@@ -88,6 +89,12 @@ class Preparation:
         conditions = [cache.load(text_key(prompt, model.text_identity)) for prompt in prompts]
         negative = cache.load(text_key("", model.text_identity)) if prompts else None
         return Prepared(model, adapter, samples, cache, digest(samples), prompts, conditions, negative)
+
+    def _load(self, family: Family, folder: Path) -> BaseModel:
+        try:
+            return family.load(folder, dtype=TORCH_DTYPE[self.run.config.train.dtype], device=self.device)
+        except ModelError as error:
+            raise ConfigurationError(f"config.model.name_or_path: {error}") from error
 
     def _first_on_each_node(self, family: Family) -> tuple[Path, list[Sample]]:
         """Model folder and samples; one process of each node downloads and reads, the others find its work done."""

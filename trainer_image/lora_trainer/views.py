@@ -57,8 +57,11 @@ class Bar:
             TextColumn("{task.fields[numbers]}"),
             console=Console(stderr=True),
         )
-        self._task = self._progress.add_task("", total=None, stage="", numbers="")
+        self._task = self._progress.add_task("", total=0, stage="", numbers="")
+        handlers = (each for each in logging.getLogger().handlers if isinstance(each, logging.StreamHandler))
+        self._handlers = [handler for handler in handlers if handler.stream is sys.stderr]
         self._progress.start()
+        self._redirect_log()  # sys.stderr is rich's by now: log lines appear above the bar
 
     def show(self, now: Snapshot) -> None:
         """See `reporting.View`."""
@@ -69,6 +72,11 @@ class Bar:
         """See `reporting.View`."""
         self.show(now)
         self._progress.stop()
+        self._redirect_log()
+
+    def _redirect_log(self) -> None:
+        for handler in self._handlers:
+            handler.setStream(sys.stderr)
 
 
 def describe(now: Snapshot) -> str:

@@ -24,7 +24,11 @@ class RunDirectories:
 
     def observe(self, store: Store) -> RunView:
         """What the run directory `store` (seen from below its prefix) holds. Raises StoreError."""
+        owner = _read(store, layout.RUN_FILE, RunFile)
         objects = store.list(layout.CHECKPOINTS)
+        location = store.location.rstrip("/") + "/"
+        if owner is None and not objects:  # nobody has begun: run.json is what a first start writes first
+            return RunView(location=location)
         manifests = []
         for item in objects:
             if layout.is_checkpoint_manifest(item.key):
@@ -32,8 +36,8 @@ class RunDirectories:
                 if manifest is not None:
                     manifests.append(manifest)
         return RunView(
-            location=store.location.rstrip("/") + "/",
-            owner=_read(store, layout.RUN_FILE, RunFile),
+            location=location,
+            owner=owner,
             progress=_read(store, layout.PROGRESS, Progress),
             manifests=tuple(manifests),
             objects=tuple(objects),

@@ -170,8 +170,13 @@ def _it_was_never_started(o: Observed) -> Decision | None:
         return Decision(State(Kind.PENDING, "StoreUnavailable", text, accepted=None), requeue=SOON)
     attempt = max((child.attempt for child in o.other_children), default=0) or 1  # more only if the status was lost
     first = {"attempt": attempt, "child_name": child_name(o, attempt), "start_time": format_time(o.now)}
-    events = (normal("Accepted", _IN_ORDER),)
-    return Decision(State(Kind.PENDING, "Accepted", _IN_ORDER), updates=first, requeue=AT_ONCE, events=events)
+    accepted = normal("Accepted", _IN_ORDER)
+    if attempt > 1 or o.child is not None or o.other_children or pods_in_the_way(o) or o.apply_error:
+        return Decision(State(Kind.PENDING, "Accepted", _IN_ORDER), updates=first, requeue=AT_ONCE, events=(accepted,))
+    # No intention is needed for the very first attempt: a crash before the status is written finds it already there.
+    created = normal("Created", f"Created attempt 1 as Job {first['child_name']}")
+    state = State(Kind.PENDING, "Starting", "attempt 1 is starting")
+    return Decision(state, updates=first, create=_attempt(o, 1), requeue=SOON, events=(accepted, created))
 
 
 def _its_attempt_has_ended(o: Observed) -> Decision | None:
@@ -339,12 +344,12 @@ def _active(o: Observed) -> list[PodView]:
     return [pod for pod in o.pods if pod.phase in ("Running", "Unknown") and pod.exit_code is None]
 
 
-def _attempt(o: Observed) -> tuple[Manifest, ...]:
+def _attempt(o: Observed, number: int | None = None) -> tuple[Manifest, ...]:
     assert o.job is not None, "an attempt needs a valid job"
     assert o.profile is not None, "an attempt needs its profile"
     assert o.store is not None, "an attempt needs its store"
     last = o.run.progress if o.run and not is_foreign(o) else None
-    return build_attempt(o.job, o.profile, o.store, o.status.attempt, last)
+    return build_attempt(o.job, o.profile, o.store, number or o.status.attempt, last)
 
 
 def _once(status: JobStatus, event: Event) -> tuple[Event, ...]:

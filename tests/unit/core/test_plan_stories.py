@@ -52,11 +52,11 @@ def condition(decided: Plan, kind: ConditionType) -> tuple[str, str, str]:
     return found.status, found.reason, found.message
 
 
-def test_a_new_job_gets_its_first_attempt_written_down_before_anything_is_made() -> None:
+def test_a_new_job_gets_its_first_attempt_at_once() -> None:
     decided = plan(ObservedBuilder().build())
-    assert (decided.status.attempt, decided.status.child_name, decided.create) == (1, "mascot-1", ())
-    assert decided.requeue_after_seconds == 0.0
-    assert reasons(decided) == ["Accepted"]
+    assert (decided.status.attempt, decided.status.child_name) == (1, "mascot-1")
+    assert [made["metadata"]["name"] for made in decided.create] == ["mascot-1"] * 3
+    assert reasons(decided) == ["Accepted", "Created"]
 
 
 def test_the_attempt_that_was_written_down_is_made() -> None:

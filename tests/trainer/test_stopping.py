@@ -1,0 +1,149 @@
+"""Real processes, really stopped and killed: what is committed, which code comes out, how soon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from lora_api import layout
+from lora_api.exit_codes import ExitCode
+from lora_api.run import CheckpointManifest
+from lora_trainer import checkpoint
+from tests.trainer.jobs import Job, await_true, make_pictures
+
+LAUNCH = [sys.executable, "-m", "lora_trainer.launch"]
+TRAIN = ["-m", "lora_trainer", "train"]
+TWO_RANKS = ["--standalone", "--nproc-per-node=2"]
+END_SECONDS = 10.0  # what a pod may take between SIGTERM and its end, on a tiny model
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_pictures(tmp_path_factory.mktemp("data"), [(64, 64)] * 4)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def job(tmp_path, tiny_model_folder, data, cache):
+    model = tiny_model_folder("zimage")
+    return Job(tmp_path / "job", model, data, cache, train={"steps": 100_000}, save={"save_every": 1000})
+
+
+class Process:
+    """A launcher and what it started."""
+
+    def __init__(self, job: Job, *arguments: str, command: list[str] | None = None) -> None:
+        self.job = job
+        line = command or [*LAUNCH, *arguments, *TRAIN]
+        environment = job.environment()
+        with (job.folder / "log").open("ab") as log:
+            self.popen = subprocess.Popen(line, env=environment, stderr=log, cwd=job.folder)
+
+    def await_step(self, step: int, start: int = 1) -> None:
+        def reached() -> bool:
+            assert self.popen.poll() is None, (self.job.folder / "log").read_text()[-3000:]
+            if self.job.store.get(layout.PROGRESS) is None:
+                return False
+            progress = self.job.progress()
+            return progress.start >= start and progress.step >= step
+
+        await_true(reached, f"step {step}")
+
+    def worker(self, rank: int = 0) -> int:
+        """Process id of a rank."""
+        for pid in Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children").read_text().split():
+            if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text():
+                return int(pid)
+        raise AssertionError(f"no rank {rank}")
+
+    def end(self, number: int | None, seconds: float) -> int:
+        """Exit code after a signal, which must come within some seconds."""
+        if number is not None:
+            self.popen.send_signal(number)
+        begin = time.monotonic()
+        code = self.popen.wait(240)
+        assert time.monotonic() - begin < seconds
+        return code
+
+
+def test_a_stopped_and_a_killed_run_go_on_and_no_rank_outlives_its_launcher(job):
+    first = Process(job)
+    first.await_step(3)
+    assert first.end(signal.SIGTERM, END_SECONDS) == ExitCode.PREEMPTED
+    word = job.word()
+    assert job.steps() == [word.step]
+    assert word.step >= 3
+    assert job.progress().exit == word
+
+    second = Process(job)
+    second.await_step(word.step + 2, start=2)
+    os.kill(second.worker(), signal.SIGKILL)
+    assert second.end(None, END_SECONDS) == 128 + signal.SIGKILL
+    assert job.steps() == [word.step]
+    assert "SIGKILL" in job.word().message
+
+    third = Process(job)
+    third.await_step(word.step + 2, start=3)
+    assert job.progress().resumed_from_step == word.step
+    assert job.progress().lost_steps >= 2
+    third.popen.kill()
+    third.popen.wait()
+    await_true(lambda: job.progress().exit is not None, "the orphaned worker's last word", END_SECONDS)
+    assert job.progress().exit.code == ExitCode.PREEMPTED
+    assert job.steps()[-1] == job.progress().exit.step > word.step
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_imports_ends_with_85_and_nothing_to_save(job, number):
+    process = Process(job, command=[sys.executable, *TRAIN])
+    await_true(lambda: job.store.get(layout.PROGRESS) is not None, "the first heartbeat")
+    assert job.progress().stage == "Initializing"
+    assert process.end(number, END_SECONDS) == ExitCode.PREEMPTED
+    assert job.word().message.endswith("nothing was to be saved")
+    assert job.steps() == []
+
+
+def adapter_at(job: Job, step: int) -> dict[str, torch.Tensor]:
+    for item in job.store.list(layout.CHECKPOINTS):
+        if layout.is_checkpoint_manifest(item.key):
+            manifest = CheckpointManifest.model_validate_json(job.store.get(item.key) or b"")
+            if manifest.step == step:
+                folder = item.key.removesuffix(layout.MANIFEST)
+                return load(job.store.get(folder + checkpoint.ADAPTER) or b"")
+    raise AssertionError(f"no checkpoint of step {step}")
+
+
+def test_two_ranks_of_two_train_what_one_process_of_four_does_and_stop_together(job):
+    job.change(train={"batch_size": 2})
+    process = Process(job, *TWO_RANKS)
+    process.await_step(3)
+    assert process.end(signal.SIGTERM, END_SECONDS) == ExitCode.PREEMPTED
+    step = job.word().step
+    assert job.steps() == [step]
+    alone = job.copy("alone").change(train={"batch_size": 4, "steps": step})
+    assert alone.run() == ExitCode.DONE
+    expected = adapter_at(alone, step)
+    # the gradients of two ranks are summed in another order: each update differs by rounding, and Adam divides by it
+    for key, tensor in adapter_at(job, step).items():
+        torch.testing.assert_close(tensor, expected[key], atol=1e-6 * step, rtol=1e-3)
+
+
+def test_when_one_of_two_ranks_is_killed_the_group_ends_within_seconds(job):
+    process = Process(job, *TWO_RANKS)
+    process.await_step(2)
+    os.kill(process.worker(1), signal.SIGKILL)
+    assert process.end(None, 2 * END_SECONDS) == 128 + signal.SIGKILL
+    assert "rank 1 was killed by SIGKILL" in job.word().message
+    assert job.progress().exit.code == ExitCode.TRANSIENT
