@@ -67,7 +67,9 @@ def photo() -> bytes:
 
 
 @pytest.fixture(scope="session")
-def world(cluster: Cluster, tiny_model: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(
+    cluster: Cluster, tiny_model: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[World]:
     """The chart is installed with the real helm, model and photographs are in S3."""
     built = cluster.load_images()
     world = World(cluster, built.trainer, built.operator)

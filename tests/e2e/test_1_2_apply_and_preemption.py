@@ -34,7 +34,7 @@ def undisturbed(world: World, namespace: str) -> tuple[Object, list[list[str]], 
 
 
 def test_an_applied_job_succeeds_and_its_table_row_is_right_at_every_moment(undisturbed) -> None:
-    job, rows, seen = undisturbed
+    _job, rows, seen = undisturbed
     phases = [row[1] for row in rows if len(row) > 3]
     assert set(phases) <= {"Pending", "Running", "Succeeded"}, rows
     assert "Running" in phases, rows
@@ -49,7 +49,13 @@ def test_an_applied_job_succeeds_and_its_table_row_is_right_at_every_moment(undi
 
 def test_conditions_and_events_tell_the_story(world: World, namespace: str, undisturbed) -> None:
     job, _, _ = undisturbed
-    for kind, status in (("Ready", "True"), ("Succeeded", "True"), ("Failed", "False"), ("Running", "False"), ("Accepted", "True")):
+    for kind, status in (
+        ("Ready", "True"),
+        ("Succeeded", "True"),
+        ("Failed", "False"),
+        ("Running", "False"),
+        ("Accepted", "True"),
+    ):
         assert condition(job, kind)["status"] == status, (kind, condition(job, kind))
     assert condition(job, "Reconciling")["status"] == condition(job, "Stalled")["status"] == "False"
     reasons = [reason for reason, _ in world.events(namespace, "mascot")]
@@ -82,7 +88,9 @@ def test_the_adapter_loads_in_a_fresh_diffusers_pipeline_and_changes_its_output(
 
     def draw(pipe: object) -> np.ndarray:
         generator = torch.Generator().manual_seed(1)
-        drawn = pipe("a photo of mascotxyz", height=64, width=64, num_inference_steps=2, generator=generator, output_type="np")
+        drawn = pipe(
+            "a photo of mascotxyz", height=64, width=64, num_inference_steps=2, generator=generator, output_type="np"
+        )
         return np.asarray(drawn.images[0])
 
     before = draw(DiffusionPipeline.from_pretrained(tiny_model))
@@ -91,7 +99,9 @@ def test_the_adapter_loads_in_a_fresh_diffusers_pipeline_and_changes_its_output(
     assert np.abs(draw(pipe) - before).max() > 1e-3
 
 
-def test_a_job_that_is_preempted_waits_resumes_and_ends_with_the_same_adapter(world: World, namespace: str, undisturbed) -> None:
+def test_a_job_that_is_preempted_waits_resumes_and_ends_with_the_same_adapter(
+    world: World, namespace: str, undisturbed
+) -> None:
     world.cluster.set_gpus(world.cluster.node_names()[0], 1)
     world.scheduling.create_priority_class({"metadata": {"name": "urgent"}, "value": 100000})
     run = f"{namespace}/preempted"

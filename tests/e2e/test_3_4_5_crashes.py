@@ -20,7 +20,9 @@ def namespace(world: World) -> Iterator[str]:
 def kill_after_checkpoints(world: World, namespace: str, name: str, count: int = 2) -> list[int]:
     """Kills the trainer without grace once so many checkpoints are committed; returns the committed steps."""
     world.wait_checkpoint(f"{namespace}/{name}", count)
-    (pod,) = [p for p in world.pods(namespace) if p.metadata.name.startswith(f"{name}-") and p.status.phase == "Running"]
+    (pod,) = [
+        p for p in world.pods(namespace) if p.metadata.name.startswith(f"{name}-") and p.status.phase == "Running"
+    ]
     assert world.kill_trainer(pod.metadata.name) >= 1
     return sorted(world.manifests(f"{namespace}/{name}"))
 
@@ -30,7 +32,9 @@ def is_second_attempt_waiting(job: Object) -> bool:
     return status.get("attempt") == 2 and "retryAt" in status
 
 
-def test_a_killed_trainer_resumes_from_the_last_periodic_checkpoint_and_counts_as_failure(world: World, namespace: str) -> None:
+def test_a_killed_trainer_resumes_from_the_last_periodic_checkpoint_and_counts_as_failure(
+    world: World, namespace: str
+) -> None:
     run = f"{namespace}/killed"
     world.apply(manifest(namespace, "killed", steps=400, save_every=40))
     steps = kill_after_checkpoints(world, namespace, "killed")
@@ -59,7 +63,11 @@ def test_an_operator_killed_while_a_job_trains_starts_nothing_twice(world: World
     job = world.wait_phase(namespace, "orphaned", "Succeeded")
     assert job["status"]["attempt"] == 1
     assert job["status"]["restartsTotal"] == 0
-    jobs = [j.metadata.name for j in world.batch.list_namespaced_job(namespace).items if j.metadata.name.startswith("orphaned")]
+    jobs = [
+        j.metadata.name
+        for j in world.batch.list_namespaced_job(namespace).items
+        if j.metadata.name.startswith("orphaned")
+    ]
     assert jobs == ["orphaned-1"]
     assert sum(reason == "Created" for reason, _ in world.events(namespace, "orphaned")) == 1
 

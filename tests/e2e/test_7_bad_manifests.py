@@ -84,12 +84,16 @@ BAD_DATA: dict[str, tuple[str, bytes, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", BAD_DATA, ids=[name.replace(" ", "-") for name in BAD_DATA])
-def test_bad_data_fails_the_job_at_once_with_the_file_named(world: World, namespace: str, case: str, photo: bytes) -> None:
+def test_bad_data_fails_the_job_at_once_with_the_file_named(
+    world: World, namespace: str, case: str, photo: bytes
+) -> None:
     name, content, words = BAD_DATA[case]
     folder = "empty-1" if name == "notes.md" else "latin-1"
     files = {name: content} if name == "notes.md" else {name: content, "photo.png": photo}
     for file, data in files.items():
-        world.s3.put_object(bucket_name="datasets", object_name=f"{folder}/{file}", data=io.BytesIO(data), length=len(data))
+        world.s3.put_object(
+            bucket_name="datasets", object_name=f"{folder}/{file}", data=io.BytesIO(data), length=len(data)
+        )
     dataset: dict[str, Any] = {"datasets": [{"folder_path": f"s3://datasets/{folder}", "resolution": [64]}]}
     world.apply(manifest(namespace, "bad-data", config=dataset))
     job = world.wait_phase(namespace, "bad-data", "Failed")

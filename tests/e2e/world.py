@@ -105,7 +105,12 @@ class World:
         return self.cluster.kubectl("get", "ltj", name, "-n", namespace, "--no-headers").split()
 
     def wait_job(
-        self, namespace: str, name: str, until: Callable[[Object], bool], seconds: float, each: Callable[[Object], None] | None = None
+        self,
+        namespace: str,
+        name: str,
+        until: Callable[[Object], bool],
+        seconds: float,
+        each: Callable[[Object], None] | None = None,
     ) -> Object:
         """The job as soon as `until` holds, seen through a watch; `each` sees every version."""
         deadline = time.monotonic() + seconds
@@ -152,13 +157,19 @@ class World:
         for pod in self.pods(namespace):
             text += f"--- {pod.metadata.name}\n"
             text += self.cluster.kubectl("logs", pod.metadata.name, "-n", namespace, "--tail=40", check=False)
-        return text + "--- operator\n" + self.cluster.kubectl(
-            "logs", "-n", SYSTEM, "-l", "app.kubernetes.io/name=lora-operator", "--tail=40", check=False
+        return (
+            text
+            + "--- operator\n"
+            + self.cluster.kubectl(
+                "logs", "-n", SYSTEM, "-l", "app.kubernetes.io/name=lora-operator", "--tail=40", check=False
+            )
         )
 
     # ---- the run directory ---------------------------------------------------------------------------------------
     def keys(self, prefix: str) -> list[str]:
-        return sorted(str(item.object_name) for item in self.s3.list_objects(bucket_name=BUCKET, prefix=prefix, recursive=True))
+        return sorted(
+            str(item.object_name) for item in self.s3.list_objects(bucket_name=BUCKET, prefix=prefix, recursive=True)
+        )
 
     def read(self, key: str) -> bytes | None:
         try:
@@ -181,7 +192,9 @@ class World:
 
     def wait_checkpoint(self, run: str, count: int = 1, seconds: float = 120) -> list[int]:
         """The committed steps, once there are `count` of them."""
-        return sorted(self.wait(f"{count} checkpoints in {run}", lambda: len(m := self.manifests(run)) >= count and m, seconds))
+        return sorted(
+            self.wait(f"{count} checkpoints in {run}", lambda: len(m := self.manifests(run)) >= count and m, seconds)
+        )
 
     def adapter_digest(self, run: str) -> str:
         """Hash of the final adapter's tensors (its metadata holds versions and times)."""
@@ -211,7 +224,15 @@ class World:
     def delete_operator_pod(self) -> None:
         """The operator dies at once; its Deployment brings another."""
         self.cluster.kubectl(
-            "delete", "pod", "-n", SYSTEM, "-l", "app.kubernetes.io/name=lora-operator", "--grace-period=0", "--force", "--wait=false"
+            "delete",
+            "pod",
+            "-n",
+            SYSTEM,
+            "-l",
+            "app.kubernetes.io/name=lora-operator",
+            "--grace-period=0",
+            "--force",
+            "--wait=false",
         )
 
     def operator_is_ready(self) -> bool:
@@ -259,5 +280,7 @@ def merged(base: Object, over: Object) -> Object:
     """`over` on top of `base`, object by object; lists are replaced."""
     result = dict(base)
     for key, value in over.items():
-        result[key] = merged(result[key], value) if isinstance(value, dict) and isinstance(result.get(key), dict) else value
+        result[key] = (
+            merged(result[key], value) if isinstance(value, dict) and isinstance(result.get(key), dict) else value
+        )
     return result
