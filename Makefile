@@ -72,9 +72,10 @@ generate: $(READY) ## Write CRDs and the reference page from the types
 verify: $(READY) ## Fail when generated files are not what the types say
 	$(BIN)/python -m lora_api verify
 
-cluster: $(READY) ## Bring up Kubernetes and S3 on this machine, with the images loaded (root on Linux)
-	$(BIN)/python -m tests.cluster up
-	$(BIN)/python -m tests.cluster images
+cluster: $(READY) ## Kubernetes and S3 on this machine, with the operator installed (root on Linux)
+	@$(BIN)/python examples/quickstart/prepare.py
+	@$(BIN)/python -m tests.cluster up --gpus 1
+	@$(BIN)/python -m tests.cluster install --data examples/quickstart/build
 
 cluster-down: $(READY) ## Stop it; nothing stays but the cache
 	$(BIN)/python -m tests.cluster down
@@ -84,7 +85,7 @@ images: $(READY) ## Build both images (root on Linux)
 
 bench: $(READY) ## Two ratios: trainer loop over its bare floor, submit-to-pod over a plain Job's
 	$(BIN)/python benchmarks/trainer_loop.py
-	$(BIN)/python -m benchmarks.submit_latency
+	$(BIN)/python benchmarks/submit_latency.py --own-cluster
 
 lock: $(READY) ## Resolve the pinned requirement files anew
 	@for target in "dev --extra operator --extra trainer --group dev" "operator --extra operator -c requirements/dev.txt" \

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import secrets
 import statistics
 import sys
@@ -187,15 +188,43 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         await api.close()
 
 
+def prepare_cluster(namespace: str) -> bool:
+    """Brings up this machine's cluster with the operator on it, as far as it isn't there; True when it was not up."""
+    root = Path(__file__).resolve().parents[1]
+    sys.path.insert(0, str(root))
+    from tests.cluster import Cluster, install
+
+    cluster = Cluster()
+    started = cluster.up()
+    install.install_chart(cluster, cluster.load_images())
+    install.ensure_namespace(cluster, namespace)
+    os.environ["KUBECONFIG"] = str(cluster.kubeconfig)
+    return started
+
+
+def remove_cluster() -> None:
+    """Ends what `prepare_cluster` has started."""
+    from tests.cluster import Cluster
+
+    Cluster().down()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--namespace", default="default")
+    parser.add_argument("--namespace", default="bench")
     parser.add_argument("--pairs", type=int, default=20, help="pairs submitted one after the other")
     parser.add_argument("--burst", type=int, default=0, help="also submit this many of each kind at once")
     parser.add_argument("--profile", default="default", help="the LoRATrainingProfile to use")
     parser.add_argument("--manifest", type=Path, help="take the spec from this LoRATrainingJob")
     parser.add_argument("--pause-seconds", type=float, default=0.5, help="between pairs")
-    result = asyncio.run(run(parser.parse_args()))
+    parser.add_argument("--own-cluster", action="store_true", help="bring up this machine's cluster for it (root)")
+    options = parser.parse_args()
+    started = prepare_cluster(options.namespace) if options.own_cluster else False
+    try:
+        result = asyncio.run(run(options))
+    finally:
+        if started:
+            remove_cluster()
     for kind in ("lora_training_job", "plain_job"):
         figures = result[kind]
         print(f"{kind:18} {figures['median_ms']:7.1f} ms  ({figures['min_ms']:.1f} to {figures['max_ms']:.1f})")

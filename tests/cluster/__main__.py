@@ -1,16 +1,18 @@
-"""The command line: `python -m tests.cluster up|down|images|status|binaries|clean`."""
+"""The command line: `python -m tests.cluster up|down|images|install|status|binaries|clean`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
+from tests.cluster import install as product
 from tests.cluster import teardown
 from tests.cluster.binaries import ensure_binaries
 from tests.cluster.cluster import Cluster
-from tests.cluster.report import console, say
+from tests.cluster.report import console, say, step
 from tests.cluster.settings import ClusterError
 
 app = typer.Typer(
@@ -54,6 +56,24 @@ def images() -> None:
     built = Cluster().load_images()
     typer.echo(built.operator)
     typer.echo(built.trainer)
+
+
+@app.command()
+def install(
+    namespace: Annotated[str, typer.Option(help="Namespace for jobs, made with the store's Secret in it.")] = "team-a",
+    data: Annotated[Path | None, typer.Option(help="Folder with `model` and `photos`, put into S3.")] = None,
+) -> None:
+    """Install the product on the cluster through its chart, ready for a first job."""
+    cluster = Cluster()
+    with step("the chart, its profile and its Secrets"):
+        product.install_chart(cluster, cluster.load_images())
+        product.ensure_namespace(cluster, namespace)
+    if data is not None:
+        with step("a tiny model and photographs in S3"):
+            client = product.connection(cluster)
+            product.upload(client, "models", "tiny-zimage", data / "model")
+            product.upload(client, "datasets", "photos", data / "photos")
+    say(f"a first job: kubectl apply -n {namespace} -f examples/cluster-quickstart.yaml")
 
 
 @app.command()

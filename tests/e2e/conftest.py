@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
-from tests.cluster import Cluster
-from tests.e2e.world import SECRET, SYSTEM, World
+from tests.cluster import Cluster, install
+from tests.e2e.world import World
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,55 +66,16 @@ def photo() -> bytes:
 
 
 @pytest.fixture(scope="session")
-def world(
-    cluster: Cluster, tiny_model: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[World]:
+def world(cluster: Cluster, tiny_model: Path, photos: Path) -> Iterator[World]:
     """The chart is installed with the real helm, model and photographs are in S3."""
     built = cluster.load_images()
-    world = World(cluster, built.trainer, built.operator)
-    for bucket in ("runs", "models", "datasets"):
-        if not world.s3.bucket_exists(bucket_name=bucket):
-            world.s3.make_bucket(bucket_name=bucket)
-    upload(world, "models", "tiny-zimage", tiny_model)
-    upload(world, "datasets", "photos", photos)
-    values = tmp_path_factory.mktemp("helm") / "values.yaml"
-    values.write_text(yaml.safe_dump(chart_values(world)))
+    world = World(cluster, built)
+    install.make_buckets(world.s3)
     world.remove_leftovers()
-    chart = str(ROOT / "charts/lora-operator")
-    with world.namespace(SYSTEM):
-        cluster.helm("install", "lora-operator", chart, "-n", SYSTEM, "-f", str(values), "--wait", "--timeout", "120s")
-        try:
-            yield world
-        finally:
-            cluster.helm("uninstall", "lora-operator", "-n", SYSTEM, "--wait")
-            cluster.kubectl("delete", "-f", str(ROOT / "crds"), "--timeout=60s")
-
-
-def upload(world: World, bucket: str, prefix: str, folder: Path) -> None:
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        key = f"{prefix}/{file.relative_to(folder).as_posix()}"
-        world.s3.fput_object(bucket_name=bucket, object_name=key, file_path=str(file))
-
-
-def chart_values(world: World) -> dict[str, object]:
-    """What a platform team would write for this cluster."""
-    repository, _, tag = world.operator_image.rpartition(":")
-    secrets = {"operatorSecretName": SECRET, "jobSecretName": SECRET}
-    store = {"type": "s3", "endpoint": world.cluster.s3_endpoint, "region": "us-east-1", "credentials": secrets}
-    return {
-        "image": {"repository": repository, "tag": tag, "pullPolicy": "Never"},
-        "profile": {
-            "stores": [
-                {"name": "default", "bucket": "runs", **store},
-                {"name": "no-bucket", "bucket": "missing-bucket", **store},
-            ],
-            "trainer": {
-                "image": world.trainer_image,
-                "imagePullPolicy": "Never",
-                "terminationGracePeriodSeconds": 30,
-                "env": {"OMP_NUM_THREADS": "1"},
-            },
-            "sizing": {"nodes": 1, "gpusPerNode": 0, "cpu": "200m", "memory": "3Gi"},
-            "backoff": {"initialSeconds": 6, "maxSeconds": 6},
-        },
-    }
+    install.upload(world.s3, "models", "tiny-zimage", tiny_model)
+    install.upload(world.s3, "datasets", "photos", photos)
+    install.install_chart(cluster, built)
+    try:
+        yield world
+    finally:
+        install.uninstall_chart(cluster)

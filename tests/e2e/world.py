@@ -14,41 +14,32 @@ from typing import Any
 
 import yaml
 from kubernetes import client, config, watch
-from minio import Minio
 from minio.error import S3Error
 
-from tests.cluster import Cluster, ClusterError
+from tests.cluster import Cluster, ClusterError, Images, install
+from tests.cluster.install import SECRET, SYSTEM
 
 GROUP, VERSION, PLURAL = "lora-operator.io", "v1alpha1", "loratrainingjobs"
-SECRET = "lora-store"
 BUCKET = "runs"
-SYSTEM = "lora-system"
 Object = dict[str, Any]
 
 
 class World:
     """A person with a kubeconfig, S3 access and root on the node."""
 
-    def __init__(self, cluster: Cluster, trainer_image: str, operator_image: str) -> None:
+    def __init__(self, cluster: Cluster, images: Images) -> None:
         self.cluster = cluster
-        self.trainer_image, self.operator_image = trainer_image, operator_image
+        self.trainer_image, self.operator_image = images.trainer, images.operator
         api = config.new_client_from_config(str(cluster.kubeconfig))
         self.core, self.batch = client.CoreV1Api(api), client.BatchV1Api(api)
         self.custom, self.scheduling = client.CustomObjectsApi(api), client.SchedulingV1Api(api)
-        self.s3 = Minio(
-            endpoint=cluster.s3_endpoint.removeprefix("http://"),
-            access_key=cluster.s3_access_key,
-            secret_key=cluster.s3_secret_key,
-            secure=False,
-            region="us-east-1",
-        )
+        self.s3 = install.connection(cluster)
 
     # ---- making things -------------------------------------------------------------------------------------------
     @contextmanager
     def namespace(self, name: str, *, secret: bool = True) -> Iterator[str]:
         """A namespace under the `restricted` Pod Security Standard, with the jobs' Secret; removed at the end."""
-        labels = {"pod-security.kubernetes.io/enforce": "restricted", "pod-security.kubernetes.io/warn": "restricted"}
-        self.core.create_namespace({"metadata": {"name": name, "labels": labels}})
+        self.core.create_namespace({"metadata": {"name": name, "labels": install.RESTRICTED}})
         if secret:
             self.make_secret(name)
         try:

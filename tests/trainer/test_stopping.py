@@ -78,39 +78,30 @@ class Process:
         return code
 
 
-def test_a_stopped_and_a_killed_run_go_on_and_no_rank_outlives_its_launcher(job):
+def test_a_killed_run_goes_on_from_its_checkpoint_and_a_stopped_one_commits_one(job):
+    job.change(save={"save_every": 4})
     first = Process(job)
-    first.await_step(3)
-    assert first.end(signal.SIGTERM, END_SECONDS) == ExitCode.PREEMPTED
-    word = job.word()
-    assert job.steps() == [word.step]
-    assert word.step >= 3
-    assert job.progress().exit == word
+    first.await_step(6)
+    os.kill(first.worker(), signal.SIGKILL)
+    assert first.end(None, END_SECONDS) == 128 + signal.SIGKILL
+    assert "SIGKILL" in job.word().message
+    committed = job.steps()[-1]
 
     second = Process(job)
-    second.await_step(word.step + 2, start=2)
-    os.kill(second.worker(), signal.SIGKILL)
-    assert second.end(None, END_SECONDS) == 128 + signal.SIGKILL
-    assert job.steps() == [word.step]
-    assert "SIGKILL" in job.word().message
-
-    third = Process(job)
-    third.await_step(word.step + 2, start=3)
-    assert job.progress().resumed_from_step == word.step
-    assert job.progress().lost_steps >= 2
-    third.popen.kill()
-    third.popen.wait()
-    await_true(lambda: job.progress().exit is not None, "the orphaned worker's last word", END_SECONDS)
-    assert job.progress().exit.code == ExitCode.PREEMPTED
-    assert job.steps()[-1] == job.progress().exit.step > word.step
+    second.await_step(committed + 2, start=2)
+    assert second.end(signal.SIGTERM, END_SECONDS) == ExitCode.PREEMPTED
+    word, progress = job.word(), job.progress()
+    assert job.steps()[-1] == word.step >= committed + 2
+    assert progress.exit == word
+    assert progress.resumed_from_step == committed
+    assert progress.lost_steps >= 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_during_the_imports_ends_with_85_and_nothing_to_save(job, number):
+def test_a_signal_during_the_imports_ends_with_85_and_nothing_to_save(job):
     process = Process(job, command=[sys.executable, *TRAIN])
     await_true(lambda: job.store.get(layout.PROGRESS) is not None, "the first heartbeat")
     assert job.progress().stage == "Initializing"
-    assert process.end(number, END_SECONDS) == ExitCode.PREEMPTED
+    assert process.end(signal.SIGTERM, END_SECONDS) == ExitCode.PREEMPTED
     assert job.word().message.endswith("nothing was to be saved")
     assert job.steps() == []
 

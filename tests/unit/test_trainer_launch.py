@@ -115,8 +115,8 @@ time.sleep(60)
 """
 
 
-def launch(tmp_path, *arguments) -> subprocess.Popen:
-    (tmp_path / "worker.py").write_text(WORKER)
+def launch(tmp_path, *arguments, worker=WORKER) -> subprocess.Popen:
+    (tmp_path / "worker.py").write_text(worker)
     env = os.environ | {"PYTHONPATH": str(tmp_path), "LORA_TERMINATION_LOG": str(tmp_path / "log")}
     command = [sys.executable, "-m", "lora_trainer.launch", "-m", "worker", str(tmp_path), *arguments]
     return subprocess.Popen(command, env=env)
@@ -147,6 +147,28 @@ def test_a_worker_killed_from_outside_is_137_and_the_termination_log_says_so(tmp
     said = json.loads((tmp_path / "log").read_text())
     assert said["code"] == 137
     assert "SIGKILL" in said["message"]
+
+
+ORPHAN = """
+import os, pathlib, sys, time
+from lora_trainer.stopping import STOP, Stopped, follow_launcher
+STOP.install()
+follow_launcher()
+folder = pathlib.Path(sys.argv[1])
+try:
+    (folder / "pid").write_text(str(os.getpid()))
+    time.sleep(60)
+except Stopped as stopped:
+    (folder / "heard").write_text(str(stopped))
+"""
+
+
+def test_no_worker_outlives_a_launcher_that_was_killed(tmp_path):
+    process = launch(tmp_path, worker=ORPHAN)
+    wait_for(tmp_path / "pid")
+    process.kill()
+    process.wait()
+    assert wait_for(tmp_path / "heard") == "SIGTERM"
 
 
 @pytest.mark.parametrize("code", [0, 64, 75])

@@ -94,7 +94,8 @@ def mirror(store: Store, folder: Path, report: Report) -> int:
         _download(store, item, folder / item.key)
     wanted = {item.key for item in objects}
     for path in [path for path in folder.rglob("*") if path.is_file()]:
-        if path.relative_to(folder).as_posix() not in wanted and not path.name.startswith(".part-"):
+        relative = path.relative_to(folder)
+        if relative.as_posix() not in wanted and not any(part.startswith(".part-") for part in relative.parts):
             path.unlink(missing_ok=True)
     return len(objects)
 
