@@ -42,8 +42,12 @@ class SnapshotCollector(Collector):
         if now.steps_per_second is not None:
             speed = now.steps_per_second * now.samples_per_step
             yield GaugeMetricFamily("lora_trainer_samples_per_second", "Samples per second, smoothed", value=speed)
-        yield CounterMetricFamily("lora_trainer_nonfinite_steps", "Updates skipped in this start", value=now.nonfinite_steps)
-        yield CounterMetricFamily("lora_trainer_lost_steps", "Updates done twice, over all starts", value=now.lost_steps)
+        yield CounterMetricFamily(
+            "lora_trainer_nonfinite_steps", "Updates skipped in this start", value=now.nonfinite_steps
+        )
+        yield CounterMetricFamily(
+            "lora_trainer_lost_steps", "Updates done twice, over all starts", value=now.lost_steps
+        )
 
 
 def serve(now: Snapshot, port: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from lora_trainer.data.encode import captions_of, encode_captions, encode_pictur
 from lora_trainer.data.locations import local_folder
 from lora_trainer.data.samples import Fingerprints, Sample, digest, plan_samples
 from lora_trainer.environment import Environment
-from lora_trainer.errors import ConfigurationError
+from lora_trainer.errors import ConfigurationError, DataError
 from lora_trainer.families.folder import ModelError
 from lora_trainer.families.registry import family_for
 from lora_trainer.reporting import Reporter
@@ -66,6 +66,7 @@ class Preparation:
     group: Group
     reporter: Reporter
     stop: StopRequest
+    copies: dict[str, str] = field(default_factory=dict)  # folder in the cache -> the location it is a copy of
 
     def prepare(self) -> Prepared:
         """Everything the loop needs.
@@ -75,6 +76,18 @@ class Preparation:
             DataError: When the data can't be used.
             StoreError: When a store can't be used.
         """
+        try:
+            return self._prepare()
+        except (ConfigurationError, DataError, ModelError) as error:
+            raise type(error)(self._as_the_user_calls_it(str(error))) from error
+
+    def _as_the_user_calls_it(self, text: str) -> str:
+        """A message about a copy speaks of the original: people know s3://bucket/prefix, not our cache."""
+        for folder, location in self.copies.items():
+            text = text.replace(folder, location.rstrip("/"))
+        return text
+
+    def _prepare(self) -> Prepared:
         config = self.run.config
         family = _family(config.model.arch)
         model_folder, samples = self._first_on_each_node(family)
@@ -119,16 +132,19 @@ class Preparation:
             self.group.wait(self.stop.check)
         return model_folder, samples
 
-    def _folder(self, field: str, location: str) -> Path:
-        return local_folder(
+    def _folder(self, name: str, location: str) -> Path:
+        folder = local_folder(
             location,
-            field,
+            name,
             self.run,
             cache=self.environment.cache_folder,
             credentials=self.credentials,
             report=self._say,
             download=self.environment.local_rank == 0,
         )
+        if str(folder) != location:
+            self.copies[str(folder)] = location
+        return folder
 
     def _encode(self, samples: list[Sample], prompts: tuple[str, ...], model: BaseModel, cache: TensorCache) -> None:
         share = (self.environment.local_rank, self.environment.local_world_size)
