@@ -113,3 +113,10 @@ class Flux2Klein(Family):
                 f"model folder {folder}: found a denoiser with guidance embedding, expected none ({self.name})"
             )
         return Flux2KleinModel(pipe, folder, dtype=dtype, device=device)
+
+    def distilled(self, model: BaseModel) -> str | None:
+        """See `Family.distilled`; the model's index tells."""
+        if not model.pipe.config.get("is_distilled"):
+            return None
+        size = self.name.rpartition("_")[2].upper()
+        return f"train the undistilled model, black-forest-labs/FLUX.2-klein-base-{size}; the adapter works on both"
