@@ -27,7 +27,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from lora_trainer.families.folder import content_identity, load_part
+from lora_trainer.families.folder import content_identity, load_part, load_single_files
 
 if TYPE_CHECKING:
     from lora_trainer.networks.assistant import Assistant
@@ -356,6 +356,7 @@ def load_pipeline(cls: Any, folder: Path, *, dtype: torch.dtype, device: torch.d
         text_encoder=None,
         dtype={"default": dtype, "vae": torch.float32},
         use_safetensors=True,
+        **load_single_files(folder, dtype=dtype),
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
