@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lora_trainer.families.folder import hide_progress_bars
+from lora_trainer.tiny.large_text import build_flux2_dev, build_qwen_image
 from lora_trainer.tiny.tokenizer import build_tokenizer
 from lora_trainer.tiny.vae import LATENT_CHANNELS, build_vae
 from lora_trainer.tiny.wan import build_wan
@@ -154,6 +155,8 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "flux2_klein_9b": _flux2_klein,
     "zimage": _zimage,
     "zimage:turbo": _zimage,
+    "qwen_image": build_qwen_image,
+    "flux2_dev": build_flux2_dev,
     "wan21": partial(build_wan, experts=1),
     "wan22": partial(build_wan, experts=2),
 }
