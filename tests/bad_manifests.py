@@ -241,6 +241,14 @@ CROSS_FIELD = [
         "spec.config.model.extras_name_or_path: required, because name_or_path is a single file; give the folder with its "
         "other components",
     ),
+    *(
+        _bad(
+            f"spec.config.model.{name}",
+            "hf://Z-Image",
+            "found 'hf://Z-Image', expected hf://org/repo, hf://org/repo@revision or a file in it",
+        )
+        for name in ("name_or_path", "extras_name_or_path", "assistant_lora_path")
+    ),
     _bad(
         "spec.config.model.extras_name_or_path",
         "s3://models/z-image",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lora_api.config import FRAME_STEP, MUTABLE_CONFIG_PATHS, SINGLE_FILE, VIDEO_ARCHS
+from lora_api.config import FRAME_STEP, HUB_PATTERN, MUTABLE_CONFIG_PATHS, SINGLE_FILE, VIDEO_ARCHS
 from lora_api.schema import ITEMS, Path, Schema, at
 
 MUTABLE_SPEC_PATHS: tuple[Path, ...] = (
@@ -96,6 +96,14 @@ JOB_RULES: tuple[Rule, ...] = (
         rule=f"{_VIDEO} || self.sample.num_frames == 1",
         message=_PICTURES_ONLY,
         field="sample.num_frames",
+    ),
+    *(
+        Rule(
+            on=("spec", "config", "model", name),
+            rule=f"!self.startsWith('hf://') || self.matches(r'{HUB_PATTERN}')",
+            message="is not hf://org/repo, hf://org/repo@revision or a file in it",
+        )
+        for name in ("name_or_path", "extras_name_or_path", "assistant_lora_path")
     ),
     Rule(
         on=("spec", "config", "model"),

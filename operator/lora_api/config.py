@@ -6,6 +6,7 @@ The keys are the ones users of ai-toolkit already write; where that tool guesses
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -66,21 +67,32 @@ def _nearest_clip_length(frames: int) -> int:
 Frames = Annotated[int, Field(ge=1, le=1025), AfterValidator(_clip_length)]
 Location = Annotated[Line, Field(min_length=1, max_length=1024)]
 
+HUB_PATTERN = r"^hf://[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+(@[^/@]+)?(/.+)?$"
+
+
+def _hub_form(value: str) -> str:
+    if value.startswith("hf://") and not re.match(HUB_PATTERN, value):
+        raise ValueError(f"found {value!r}, expected hf://org/repo, hf://org/repo@revision or a file in it")
+    return value
+
+
+ModelLocation = Annotated[Location, AfterValidator(_hub_form)]
+
 
 class ModelConfig(Native):
     """The frozen base model."""
 
     arch: Arch = Field(description="Model family. It alone decides how the base model is wired.")
-    name_or_path: Location = Field(
+    name_or_path: ModelLocation = Field(
         description="Folder of a diffusers pipeline: a local path, s3://bucket/prefix in a store of the profile, or "
         "hf://org/repo@revision. Or the denoiser alone, a path that ends in `.safetensors`."
     )
-    extras_name_or_path: Location | None = Field(
+    extras_name_or_path: ModelLocation | None = Field(
         None,
         description="Folder with all other components, and the denoiser's configuration, where `name_or_path` is one "
         "`.safetensors` file.",
     )
-    assistant_lora_path: Location | None = Field(
+    assistant_lora_path: ModelLocation | None = Field(
         None,
         description="LoRA file of a training adapter, for bases that are distilled (`zimage:turbo`): part of the base "
         "model while training, taken out of it for samples.",

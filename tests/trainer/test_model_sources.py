@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import reduce
 
 import pytest
 import torch
@@ -58,7 +59,10 @@ def sources(tmp_path):
     [
         ("hf://team/z-image", HubLocation("team/z-image", None, None)),
         ("hf://team/z-image@v1.2", HubLocation("team/z-image", "v1.2", None)),
-        ("hf://team/z.image@refs%2Fpr%2F3/a/b.safetensors", HubLocation("team/z.image", "refs/pr/3", "a/b.safetensors")),
+        (
+            "hf://team/z.image@refs%2Fpr%2F3/a/b.safetensors",
+            HubLocation("team/z.image", "refs/pr/3", "a/b.safetensors"),
+        ),
         ("hf://team/z-image/model.safetensors", HubLocation("team/z-image", None, "model.safetensors")),
     ],
 )
@@ -68,7 +72,9 @@ def test_locations_on_the_hub_have_repository_revision_and_file(text, expected):
 
 @pytest.mark.parametrize("text", ["hf://team", "hf://", "hf://team/model@", "hf://team/model@a@b", "hf://a b/c"])
 def test_a_location_that_is_written_otherwise_is_refused_with_the_form(text):
-    with pytest.raises(ConfigurationError, match=r"f: found '.*', expected hf://org/repo, hf://org/repo@revision or a file"):
+    with pytest.raises(
+        ConfigurationError, match=r"f: found '.*', expected hf://org/repo, hf://org/repo@revision or a file"
+    ):
         parse_location(text, "f")
 
 
@@ -148,13 +154,18 @@ class Response:
     ("error", "kind", "message"),
     [
         (errors.GatedRepoError("gated", response=Response()), StoreCredentialsError, "give its token in HF_TOKEN"),
-        (errors.RepositoryNotFoundError("no repo", response=Response()), ConfigurationError, "does not exist, or not for"),
+        (
+            errors.RepositoryNotFoundError("no repo", response=Response()),
+            ConfigurationError,
+            "does not exist, or not for",
+        ),
         (errors.RevisionNotFoundError("no rev", response=Response()), ConfigurationError, "does not exist, or not for"),
         (errors.LocalEntryNotFoundError("no connection"), TransientError, "could not be downloaded: no connection"),
         (OSError("disk full"), TransientError, "could not be downloaded: disk full"),
     ],
 )
-def test_what_the_hub_says_is_put_into_words_and_a_kind(error, kind, message, cache, sources, monkeypatch):
+@pytest.mark.usefixtures("cache")
+def test_what_the_hub_says_is_put_into_words_and_a_kind(error, kind, message, sources, monkeypatch):
     def fail(**options):
         raise error
 
@@ -167,13 +178,24 @@ def test_a_file_on_the_hub_and_a_whole_model_are_told_apart(cache, sources, tiny
     put_into_cache(cache, tiny_model_folder("zimage"))
     config = sources().file("hf://team/z-image/vae/config.json", "f")
     assert config.read_bytes() == (tiny_model_folder("zimage") / "vae" / "config.json").read_bytes()
-    with pytest.raises(ConfigurationError, match=r"found the file 'vae/config\.json' in team/z-image, expected a whole"):
+    with pytest.raises(
+        ConfigurationError, match=r"found the file 'vae/config\.json' in team/z-image, expected a whole"
+    ):
         sources().folder("hf://team/z-image/vae/config.json", "f")
     with pytest.raises(ConfigurationError, match=r"found 'hf://team/z-image', expected a file in team/z-image"):
         sources().file("hf://team/z-image", "f")
 
 
 # ---------------------------------------------------------------------- single files
+ORIGINAL_NAMES = {
+    "attention.to_out.0": "attention.out",
+    "attention.norm_q": "attention.q_norm",
+    "attention.norm_k": "attention.k_norm",
+    "all_x_embedder.2-1.": "x_embedder.",
+    "all_final_layer.2-1.": "final_layer.",
+}
+
+
 def original_layout(folder, target):
     """The denoiser of a tiny Z-Image as the model's own code names its weights: fused qkv, other names."""
     tensors = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
@@ -185,15 +207,7 @@ def original_layout(folder, target):
         elif ".attention.to_k." in key or ".attention.to_v." in key:
             continue
         else:
-            for ours, theirs in (
-                ("attention.to_out.0", "attention.out"),
-                ("attention.norm_q", "attention.q_norm"),
-                ("attention.norm_k", "attention.k_norm"),
-                ("all_x_embedder.2-1.", "x_embedder."),
-                ("all_final_layer.2-1.", "final_layer."),
-            ):
-                key = key.replace(ours, theirs)
-            result[key] = value
+            result[reduce(lambda name, pair: name.replace(*pair), ORIGINAL_NAMES.items(), key)] = value
     save_file({f"model.diffusion_model.{key}": value.contiguous() for key, value in result.items()}, target)
     return target
 
@@ -240,8 +254,8 @@ def test_a_job_names_a_file_and_a_folder_for_the_rest(tiny_model_folder, tmp_pat
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda tensors: {"nothing": torch.zeros(1)}, "lacks .* of the weights of ZImageTransformer2DModel|not readable as"),
-        (lambda tensors: dict(list(tensors.items())[5:]), "lacks 5 of the weights of ZImageTransformer2DModel, among them"),
+        (lambda tensors: {"nothing": torch.zeros(1)}, "lacks .*weights of ZImageTransformer2DModel|not readable as"),
+        (lambda tensors: dict(list(tensors.items())[5:]), "lacks .*weights of ZImageTransformer2DModel"),
     ],
 )
 def test_a_file_that_is_no_whole_denoiser_is_named(damage, message, tiny_model_folder, tmp_path):

@@ -154,6 +154,7 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradients(arch, load_ti
         v = model.velocity(x0, torch.tensor([0.4]), model.collate([model.encode_text(PROMPT)]))
         v.pow(2).mean().backward()
         results.append([parameter.grad for parameter in adapter.parameters()])
+    assert all(gradient is not None for gradient in results[0]), "every layer that is trained has an effect"
     assert all(torch.equal(plain, again) for plain, again in zip(*results, strict=True))
 
 

@@ -214,6 +214,25 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradients(arch, load_ti
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
+def test_gradients_are_averaged_over_ranks_also_when_a_batch_asks_one_expert_only(load_tiny):
+    """The averaging raises at the next step, when a parameter had no part in one."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = load_tiny("wan22")
+        adapter = add_adapter(model, NetworkConfig(linear=2), seed=0)
+        plain = gradients(model, adapter, [0.9])
+        for parameter in adapter.parameters():
+            parameter.grad = None
+        model.forward_module = torch.nn.parallel.DistributedDataParallel(model.denoiser)
+        averaged = gradients(model, adapter, [0.9])
+        assert all(torch.equal(plain[name], averaged[name]) for name in plain)
+        gradients(model, adapter, [0.1])
+    finally:
+        dist.destroy_process_group()
+
+
 # ---------------------------------------------------------------------- clips as samples
 def test_a_clip_is_saved_as_animation_and_as_sheet_of_frames(load_tiny, tmp_path):
     model = load_tiny("wan21")

@@ -103,7 +103,7 @@ class Preparation:
         self._sources.assistant(self.run.config.model)
         datasets = self.run.config.datasets
         folders = [
-            self._sources.folder(each.folder_path, f"config.datasets[{n}].folder_path")
+            self._sources.dataset(each.folder_path, f"config.datasets[{n}].folder_path")
             for n, each in enumerate(datasets)
         ]
         prints = Fingerprints(self.environment.cache_folder / "fingerprints.json")

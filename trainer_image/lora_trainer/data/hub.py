@@ -45,7 +45,9 @@ def parse_location(location: str, field: str) -> HubLocation:
     """
     found = _PATTERN.fullmatch(location)
     if found is None:
-        raise ConfigurationError(f"{field}: found {location!r}, expected hf://org/repo, hf://org/repo@revision or a file in it")
+        raise ConfigurationError(
+            f"{field}: found {location!r}, expected hf://org/repo, hf://org/repo@revision or a file in it"
+        )
     revision = unquote(found["revision"]) if found["revision"] else None
     return HubLocation(found["repo"], revision, found["path"])
 
@@ -57,7 +59,12 @@ def hub_folder(location: str, field: str, **access: Any) -> Path:
     where = parse_location(location, field)
     if where.path is not None:
         raise ConfigurationError(f"{field}: found the file {where.path!r} in {where.repo}, expected a whole model")
-    return _fetch(lambda **more: snapshot_download(where.repo, allow_patterns=list(_PIPELINE_FILES), **more), where, field, **access)
+    return _fetch(
+        lambda **more: snapshot_download(where.repo, allow_patterns=list(_PIPELINE_FILES), **more),
+        where,
+        field,
+        **access,
+    )
 
 
 def hub_file(location: str, field: str, **access: Any) -> Path:
@@ -82,7 +89,13 @@ def hub_file(location: str, field: str, **access: Any) -> Path:
 
 
 def _fetch(
-    fetch: Callable[..., str], where: HubLocation, field: str, *, cache: Path, secrets: Path | None, download: bool = True
+    fetch: Callable[..., str],
+    where: HubLocation,
+    field: str,
+    *,
+    cache: Path,
+    secrets: Path | None,
+    download: bool = True,
 ) -> Path:
     """Calls the library and puts its errors into words.
 
@@ -100,16 +113,16 @@ def _fetch(
     offline = constants.is_offline_mode() or not download
     what = f"{field}: {SCHEME}{where}"
     try:
-        return Path(
-            fetch(revision=where.revision, cache_dir=folder, local_files_only=offline, token=_token(secrets))
-        )
+        return Path(fetch(revision=where.revision, cache_dir=folder, local_files_only=offline, token=_token(secrets)))
     except errors.LocalEntryNotFoundError as error:
         if offline:
             raise ConfigurationError(
                 f"{what} is not in the cache {folder}, and HF_HUB_OFFLINE=1 forbids downloads; put it there, or allow "
                 "downloads with HF_HUB_OFFLINE=0 in spec.trainer.env of the profile"
             ) from error
-        raise TransientError(f"{what} could not be downloaded: {_line(error)}; nor is it in the cache {folder}") from error
+        raise TransientError(
+            f"{what} could not be downloaded: {_line(error)}; nor is it in the cache {folder}"
+        ) from error
     except errors.GatedRepoError as error:
         raise StoreCredentialsError(f"{what} is open to accepted accounts only; give its token in HF_TOKEN") from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError) as error:
@@ -117,7 +130,9 @@ def _fetch(
             f"{what} does not exist, or not for this token (looked in the cache {folder}, too): {_line(error)}"
         ) from error
     except (errors.HfHubHTTPError, OSError) as error:
-        raise TransientError(f"{what} could not be downloaded: {_line(error)}; nor is it in the cache {folder}") from error
+        raise TransientError(
+            f"{what} could not be downloaded: {_line(error)}; nor is it in the cache {folder}"
+        ) from error
     except errors.HFValidationError as error:
         raise ConfigurationError(f"{what}: {_line(error)}") from error
 

@@ -42,6 +42,17 @@ class Sources:
     report: Report
     download: bool = True
 
+    def dataset(self, location: str, field: str) -> Path:
+        """The folder of a dataset.
+
+        Raises:
+            ConfigurationError: It is to come from the hub, whose datasets are no folders of pictures.
+            ConfigurationError, DataError, StoreError: See `local_folder`.
+        """
+        if location.startswith(hub.SCHEME):
+            raise ConfigurationError(f"{field}: found {location!r}, expected a local folder or s3://bucket/prefix")
+        return self.folder(location, field)
+
     def folder(self, location: str, field: str) -> Path:
         """The folder for a location.
 

@@ -175,6 +175,8 @@ def _load_single_file(folder: Path, part: Path, dtype: torch.dtype) -> Any:
     options = {"config": str(folder), "subfolder": part.name, "torch_dtype": dtype, "local_files_only": True}
     try:
         component = getattr(diffusers, name).from_single_file(str(file), **options)
+    except NotImplementedError as error:  # a weight that stayed without data is converted
+        raise ModelError(f"model file {file}: lacks weights of {name}; expected all of the denoiser") from error
     except Exception as error:  # the library raises what its conversion stumbles over
         raise ModelError(f"model file {file}: not readable as {name}: {type(error).__name__}: {error}") from error
     if lacking := sorted(key for key, value in component.state_dict().items() if value.is_meta):

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lora_trainer.families.base import BaseModel, Conditioning, Family, load_pipeline
 from lora_trainer.families.folder import Layout, ModelError, check_folder
 
+FEWEST_STEPS = 2  # this family's schedule ends above 0 and is stretched over the steps, which one step can't be
 LAYOUT = Layout(pipelines=("QwenImagePipeline",))
 
 
@@ -43,7 +44,9 @@ class QwenImageModel(BaseModel):
 
     def _latent_statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         config = self.pipe.vae.config
-        mean, std = (like.new_tensor(values).view(1, -1, 1, 1, 1) for values in (config.latents_mean, config.latents_std))
+        mean, std = (
+            like.new_tensor(values).view(1, -1, 1, 1, 1) for values in (config.latents_mean, config.latents_std)
+        )
         return mean, std
 
     def velocity(self, x_t_BChw: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
@@ -76,11 +79,20 @@ class QwenImageModel(BaseModel):
         return {"embeds": embeds_BLD, "mask": None if mask_BL.all() else mask_BL}
 
     def default_targets(self) -> list[str]:
-        """Every linear layer of the blocks but the modulations, which act on the time alone."""
+        """Every linear layer of the blocks but two kinds.
+
+        Left out are the modulations, which act on the time alone, and what the last block does to its text, which
+        nobody reads.
+        """
+        last = f"transformer_blocks.{len(self.denoiser.transformer_blocks) - 1}."  # type: ignore[arg-type]
+        unread = tuple(last + name for name in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp."))
         return [
             n
             for n, m in self.denoiser.named_modules()
-            if isinstance(m, nn.Linear) and n.startswith("transformer_blocks.") and "_mod." not in n
+            if isinstance(m, nn.Linear)
+            and n.startswith("transformer_blocks.")
+            and "_mod." not in n
+            and not n.startswith(unread)
         ]
 
     def free_encoders(self) -> None:
@@ -109,6 +121,7 @@ class QwenImageModel(BaseModel):
                 options[f"{name}prompt_embeds"] = each["embeds"]
                 options[f"{name}prompt_embeds_mask"] = torch.ones_like(each["embeds"][..., 0], dtype=torch.long)
         options.pop("guidance_scale", None)
+        options["num_inference_steps"] = max(FEWEST_STEPS, options["num_inference_steps"])
         x_BSC = self.pipe(true_cfg_scale=guidance, **options).images
         factor = self.pipe.vae_scale_factor
         return self._unfolded(x_BSC, options["height"] // factor, options["width"] // factor)

@@ -108,12 +108,14 @@ def _pixtral_processor() -> Any:
     from transformers import PixtralImageProcessor, PixtralProcessor
 
     tokenizer = build_tokenizer(max_tokens=64 + INSTRUCTION_TOKENS)
-    tokenizer.add_special_tokens({
-        "additional_special_tokens": [
-            *("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
-            *("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
-        ]
-    })
+    tokenizer.add_special_tokens(
+        {
+            "additional_special_tokens": [
+                *("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+                *("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+            ]
+        }
+    )
     tokenizer.padding_side = "left"
     tokenizer.chat_template = None
     return PixtralProcessor(
