@@ -15,7 +15,7 @@ def test_a_bf16_base_answers_about_like_the_fp32_one_and_trains_an_fp32_adapter(
     for dtype in (torch.float32, torch.bfloat16):
         model = load_tiny(arch, dtype)
         adapter = add_adapter(model, NetworkConfig(linear=2), seed=0)
-        x0 = model.encode_pixels(torch.zeros(1, 3, 64, 64))[None].repeat(2, *[1] * (5 if model.makes_clips else 4))[:2]
+        x0 = torch.stack([model.encode_pixels(torch.zeros(1, 3, 64, 64))] * 2)
         noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(0))
         conditioning = model.collate(
             [model.encode_text(caption) for caption in ("a red cube", "a green ball on grass")]
