@@ -111,30 +111,34 @@ def _fetch(
 
     folder = cache_folder(cache)
     offline = constants.is_offline_mode() or not download
-    what = f"{field}: {SCHEME}{where}"
     try:
         return Path(fetch(revision=where.revision, cache_dir=folder, local_files_only=offline, token=_token(secrets)))
-    except errors.LocalEntryNotFoundError as error:
-        if offline:
-            raise ConfigurationError(
-                f"{what} is not in the cache {folder}, and HF_HUB_OFFLINE=1 forbids downloads; put it there, or allow "
-                "downloads with HF_HUB_OFFLINE=0 in spec.trainer.env of the profile"
-            ) from error
-        raise TransientError(
-            f"{what} could not be downloaded: {_line(error)}; nor is it in the cache {folder}"
-        ) from error
-    except errors.GatedRepoError as error:
-        raise StoreCredentialsError(f"{what} is open to accepted accounts only; give its token in HF_TOKEN") from error
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError) as error:
-        raise ConfigurationError(
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+        raise _in_words(error, f"{field}: {SCHEME}{where}", folder, offline=offline) from error
+
+
+def _in_words(error: Exception, what: str, folder: Path, *, offline: bool) -> Exception:
+    """What the library raised, as an error of ours that says what was asked for and where it was looked for."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError) and offline:
+        return ConfigurationError(
+            f"{what} is not in the cache {folder}, and HF_HUB_OFFLINE=1 forbids downloads; put it there, or allow "
+            "downloads with HF_HUB_OFFLINE=0 in spec.trainer.env of the profile"
+        )
+    if isinstance(error, errors.GatedRepoError):
+        return StoreCredentialsError(
+            f"{what} is open to accepted accounts only; give its token in HF_TOKEN, or as {TOKEN_FILE} in the Secret"
+        )
+    if isinstance(
+        error, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)
+    ):
+        return ConfigurationError(
             f"{what} does not exist, or not for this token (looked in the cache {folder}, too): {_line(error)}"
-        ) from error
-    except (errors.HfHubHTTPError, OSError) as error:
-        raise TransientError(
-            f"{what} could not be downloaded: {_line(error)}; nor is it in the cache {folder}"
-        ) from error
-    except errors.HFValidationError as error:
-        raise ConfigurationError(f"{what}: {_line(error)}") from error
+        )
+    if isinstance(error, errors.HFValidationError):
+        return ConfigurationError(f"{what}: {_line(error)}")
+    return TransientError(f"{what} could not be downloaded: {_line(error)}; nor is it in the cache {folder}")
 
 
 def cache_folder(own: Path) -> Path:
