@@ -226,6 +226,34 @@ CROSS_FIELD = [
         "false, and train_text_encoder is false too, so nothing would be trained; set one to true",
     ),
     _bad("spec.config.train.train_text_encoder", True, "true is not supported for model.arch zimage; set it to false"),
+    _bad("spec.config.datasets.0.num_frames", 16, "16 is not 4k + 1 frames; write 17"),
+    _bad("spec.config.sample.num_frames", 24, "24 is not 4k + 1 frames; write 25"),
+    _bad(
+        "spec.config.datasets.0.num_frames",
+        9,
+        "9, but model.arch zimage knows pictures only; set it to 1",
+        named="spec.config.datasets",
+    ),
+    _bad("spec.config.sample.num_frames", 9, "9, but model.arch zimage knows pictures only; set it to 1"),
+    _bad(
+        "spec.config.model.name_or_path",
+        "s3://models/z-image.safetensors",
+        "spec.config.model.extras_name_or_path: required, because name_or_path is a single file; give the folder with its "
+        "other components",
+    ),
+    *(
+        _bad(
+            f"spec.config.model.{name}",
+            "hf://Z-Image",
+            "found 'hf://Z-Image', expected hf://org/repo, hf://org/repo@revision or a file in it",
+        )
+        for name in ("name_or_path", "extras_name_or_path", "assistant_lora_path")
+    ),
+    _bad(
+        "spec.config.model.extras_name_or_path",
+        "s3://models/z-image",
+        "plays no part, because name_or_path is a folder with all components; remove it",
+    ),
     _bad("spec.stores.0.endpoint", ABSENT, "required for a store of type s3", profile=True),
     _bad("spec.stores.0.bucket", ABSENT, "required for a store of type s3", profile=True),
     _bad(

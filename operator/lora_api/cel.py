@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lora_api.config import MUTABLE_CONFIG_PATHS
+from lora_api.config import FRAME_STEP, HUB_PATTERN, MUTABLE_CONFIG_PATHS, SINGLE_FILE, VIDEO_ARCHS
 from lora_api.schema import ITEMS, Path, Schema, at
 
 MUTABLE_SPEC_PATHS: tuple[Path, ...] = (
@@ -52,6 +52,10 @@ class Rule:
         return {key: value for key, value in entries.items() if value is not None}
 
 
+_VIDEO = f"self.model.arch in [{', '.join(f'{str(arch)!r}' for arch in sorted(VIDEO_ARCHS))}]"
+_ONE_FILE = f"self.name_or_path.endsWith('{SINGLE_FILE}')"
+_PICTURES_ONLY = "must be 1, because model.arch knows pictures only"
+
 JOB_RULES: tuple[Rule, ...] = (
     Rule(
         on=("spec", "config", "train"),
@@ -71,6 +75,48 @@ JOB_RULES: tuple[Rule, ...] = (
         rule="self.lokr_factor != 0",
         message="0 is neither -1 (most even split) nor a factor of at least 1",
         field="lokr_factor",
+    ),
+    *(
+        Rule(
+            on=on,
+            rule=f"self.num_frames % {FRAME_STEP} == 1",
+            message=f"is not {FRAME_STEP}k + 1 frames",
+            field="num_frames",
+        )
+        for on in (("spec", "config", "datasets", ITEMS), ("spec", "config", "sample"))
+    ),
+    Rule(
+        on=("spec", "config"),
+        rule=f"{_VIDEO} || self.datasets.all(dataset, dataset.num_frames == 1)",
+        message=f"num_frames of each {_PICTURES_ONLY}",
+        field="datasets",
+    ),
+    Rule(
+        on=("spec", "config"),
+        rule=f"{_VIDEO} || self.sample.num_frames == 1",
+        message=_PICTURES_ONLY,
+        field="sample.num_frames",
+    ),
+    *(
+        Rule(
+            on=("spec", "config", "model", name),
+            rule=f"!self.startsWith('hf://') || self.matches(r'{HUB_PATTERN}')",
+            message="is not hf://org/repo, hf://org/repo@revision or a file in it",
+        )
+        for name in ("name_or_path", "extras_name_or_path", "assistant_lora_path")
+    ),
+    Rule(
+        on=("spec", "config", "model"),
+        rule=f"has(self.extras_name_or_path) || !{_ONE_FILE}",
+        message="required, because name_or_path is a single file; give the folder with its other components",
+        field="extras_name_or_path",
+        reason="FieldValueRequired",
+    ),
+    Rule(
+        on=("spec", "config", "model"),
+        rule=f"!has(self.extras_name_or_path) || {_ONE_FILE}",
+        message="plays no part, because name_or_path is a folder with all components; remove it",
+        field="extras_name_or_path",
     ),
     Rule(
         on=("spec", "output", "path"),

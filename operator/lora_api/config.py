@@ -6,6 +6,7 @@ The keys are the ones users of ai-toolkit already write; where that tool guesses
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -13,6 +14,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from lora_api.base import Native
 
+SINGLE_FILE = ".safetensors"  # ending of a location that is one file
 MAX_RANK = 9_999_999_999  # what "full rank" means to tools that need a number
 
 
@@ -21,7 +23,18 @@ class Arch(StrEnum):
 
     FLUX2_KLEIN_4B = "flux2_klein_4b"
     FLUX2_KLEIN_9B = "flux2_klein_9b"
+    FLUX2_DEV = "flux2_dev"
     ZIMAGE = "zimage"
+    ZIMAGE_TURBO = "zimage:turbo"
+    QWEN_IMAGE = "qwen_image"
+    WAN21 = "wan21"
+    WAN22 = "wan22"
+
+
+VIDEO_ARCHS = frozenset({Arch.WAN21, Arch.WAN22})
+"""Families that take clips."""
+
+FRAME_STEP = 4  # frames that a video VAE folds into one latent frame, after the first: clips have 4k + 1 frames
 
 
 class Precision(StrEnum):
@@ -39,16 +52,63 @@ def _one_line(value: str) -> str:
 
 
 Line = Annotated[str, AfterValidator(_one_line)]
+
+
+def _clip_length(value: int) -> int:
+    if value % FRAME_STEP != 1:
+        raise ValueError(f"{value} is not {FRAME_STEP}k + 1 frames; write {_nearest_clip_length(value)}")
+    return value
+
+
+def _nearest_clip_length(frames: int) -> int:
+    return max(1, frames // FRAME_STEP * FRAME_STEP + 1)
+
+
+Frames = Annotated[int, Field(ge=1, le=1025), AfterValidator(_clip_length)]
 Location = Annotated[Line, Field(min_length=1, max_length=1024)]
+
+HUB_PATTERN = r"^hf://[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+(@[^/@]+)?(/.+)?$"
+
+
+def _hub_form(value: str) -> str:
+    if value.startswith("hf://") and not re.match(HUB_PATTERN, value):
+        raise ValueError(f"found {value!r}, expected hf://org/repo, hf://org/repo@revision or a file in it")
+    return value
+
+
+ModelLocation = Annotated[Location, AfterValidator(_hub_form)]
 
 
 class ModelConfig(Native):
     """The frozen base model."""
 
     arch: Arch = Field(description="Model family. It alone decides how the base model is wired.")
-    name_or_path: Location = Field(
-        description="Folder of a diffusers pipeline: a local path, or s3://bucket/prefix in a store of the profile."
+    name_or_path: ModelLocation = Field(
+        description="Folder of a diffusers pipeline: a local path, s3://bucket/prefix in a store of the profile, or "
+        "hf://org/repo@revision. Or the denoiser alone, a path that ends in `.safetensors`."
     )
+    extras_name_or_path: ModelLocation | None = Field(
+        None,
+        description="Folder with all other components, and the denoiser's configuration, where `name_or_path` is one "
+        "`.safetensors` file.",
+    )
+    assistant_lora_path: ModelLocation | None = Field(
+        None,
+        description="LoRA file of a training adapter, for bases that are distilled (`zimage:turbo`): part of the base "
+        "model while training, taken out of it for samples.",
+    )
+
+    @model_validator(mode="after")
+    def _a_file_has_extras(self) -> ModelConfig:
+        if self.name_or_path.endswith(SINGLE_FILE) and self.extras_name_or_path is None:
+            raise ValueError(
+                "extras_name_or_path: required, because name_or_path is a single file; give the folder with its other components"
+            )
+        if not self.name_or_path.endswith(SINGLE_FILE) and self.extras_name_or_path is not None:
+            raise ValueError(
+                "extras_name_or_path: plays no part, because name_or_path is a folder with all components; remove it"
+            )
+        return self
 
 
 class NetworkConfig(Native):
@@ -85,7 +145,7 @@ class NetworkConfig(Native):
 
 
 class DatasetConfig(Native):
-    """One folder of pictures with captions: `name.png` + `name.txt`, or `images/` + `captions/`."""
+    """One folder of pictures or clips with captions: `name.png` + `name.txt`, or `images/` + `captions/`."""
 
     folder_path: Location = Field(description="Local folder or s3://bucket/prefix. Searched recursively.")
     caption_ext: Annotated[Line, Field(min_length=1, max_length=16)] = Field(
@@ -106,6 +166,19 @@ class DatasetConfig(Native):
         True, description="Keep encoded pictures on disk, by content hash, outside the dataset folder."
     )
     num_repeats: int = Field(1, ge=1, le=10000, description="How often each picture counts in one epoch.")
+    num_frames: Frames = Field(
+        1,
+        description="Frames of each clip, 4k + 1 of them, for families that make videos. 1: pictures only; more: clips, "
+        "and pictures as clips of one frame.",
+    )
+    shrink_video_to_frames: bool = Field(
+        True,
+        description="Take the frames evenly over the whole clip, from its first to its last. False: take them at `fps`, "
+        "each repeat of a clip from a place of its own.",
+    )
+    fps: int = Field(
+        24, ge=1, le=240, description="Frames per second that are taken where `shrink_video_to_frames` is false."
+    )
 
 
 class TrainConfig(Native):
@@ -163,7 +236,7 @@ class SaveConfig(Native):
 
 
 class SampleConfig(Native):
-    """Pictures drawn with the adapter."""
+    """Pictures or clips drawn with the adapter."""
 
     prompts: tuple[Annotated[Line, Field(max_length=4096)], ...] = Field(
         (), max_length=64, description="One picture is drawn for each; `[trigger]` stands for the trigger word."
@@ -176,6 +249,8 @@ class SampleConfig(Native):
         0, ge=0, le=10_000_000, description="Steps between rounds of samples; 0 draws them only at the end."
     )
     seed: int = Field(42, ge=0, le=2**31 - 1, description="Seed of the first picture; the n-th takes seed + n.")
+    num_frames: Frames = Field(1, description="Frames of each sample, 4k + 1, for families that make videos.")
+    fps: int = Field(16, ge=1, le=240, description="Frames per second at which samples of several frames play.")
 
 
 class TrainerConfig(Native):
@@ -208,6 +283,18 @@ class TrainerConfig(Native):
             raise ValueError(
                 f"train.train_text_encoder: true is not supported for model.arch {self.model.arch}; set it to false"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _clips_need_a_video_family(self) -> TrainerConfig:
+        if self.model.arch in VIDEO_ARCHS:
+            return self
+        blocks = [*((f"datasets[{n}]", each.num_frames) for n, each in enumerate(self.datasets))]
+        for name, frames in [*blocks, ("sample", self.sample.num_frames)]:
+            if frames > 1:
+                raise ValueError(
+                    f"{name}.num_frames: {frames}, but model.arch {self.model.arch} knows pictures only; set it to 1"
+                )
         return self
 
 

@@ -78,8 +78,8 @@ def test_a_missing_secret_is_named_and_the_job_runs_once_it_is_there(world: Worl
 
 
 BAD_DATA: dict[str, tuple[str, bytes, list[str]]] = {
-    "a dataset without pictures": ("notes.md", b"no pictures here", ["empty-1", "no images"]),
-    "a caption that is not UTF-8": ("photo.txt", b"caf\xe9", ["photo.txt", "UTF-8"]),
+    "a dataset without pictures": ("notes.md", b"no pictures here", ["s3://datasets/empty-1", "no pictures"]),
+    "a caption that is not UTF-8": ("photo.txt", b"caf\xe9", ["s3://datasets/latin-1/photo.txt", "UTF-8"]),
 }
 
 
@@ -95,12 +95,12 @@ def test_bad_data_fails_the_job_at_once_with_the_file_named(
             bucket_name="datasets", object_name=f"{folder}/{file}", data=io.BytesIO(data), length=len(data)
         )
     dataset: dict[str, Any] = {"datasets": [{"folder_path": f"s3://datasets/{folder}", "resolution": [64]}]}
-    world.apply(manifest(namespace, "bad-data", config=dataset))
-    job = world.wait_phase(namespace, "bad-data", "Failed")
+    world.apply(manifest(namespace, folder, config=dataset))
+    job = world.wait_phase(namespace, folder, "Failed")
     for word in words:
         assert word.lower() in condition(job, "Failed")["message"].lower()
     assert job["status"]["restartsTotal"] == 0
-    delete_and_wait(world, namespace, "bad-data")
+    delete_and_wait(world, namespace, folder)
 
 
 def check_not_accepted(world: World, namespace: str, name: str, words: list[str], spec: Object) -> None:

@@ -45,6 +45,7 @@ class Job:
         self, folder: Path, model: Path, data: Path, cache: Path, arch: str = "zimage", **changes: Any
     ) -> None:
         self.folder, self.cache = folder, cache
+        self.credentials: Path | None = None
         self.config: dict[str, Any] = {
             "device": "cpu",
             "model": {"arch": arch, "name_or_path": str(model)},
@@ -132,7 +133,10 @@ class Job:
                 raise Crash
 
         environment = Environment(
-            cache_folder=self.cache, termination_log=self.folder / "termination-log", heartbeat_seconds=0.05
+            cache_folder=self.cache,
+            credentials_folder=self.credentials,
+            termination_log=self.folder / "termination-log",
+            heartbeat_seconds=0.05,
         )
         with ExitStack() as stack:
             stack.enter_context(patch.object(Session, "_after_step", after_step))

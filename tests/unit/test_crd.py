@@ -84,6 +84,13 @@ def test_every_rule_speaks_of_a_field_that_exists(schema):
 VALIDATORS = {
     "NetworkConfig._factor_is_not_zero": "spec.config.network.lokr_factor",
     "TrainerConfig._something_is_trained": "spec.config.train.train_unet",
+    "TrainerConfig._clips_need_a_video_family": "spec.config.sample.num_frames",
+    "DatasetConfig.num_frames._clip_length": "spec.config.datasets[0].num_frames",
+    "SampleConfig.num_frames._clip_length": "spec.config.sample.num_frames",
+    "ModelConfig.name_or_path._hub_form": "spec.config.model.name_or_path",
+    "ModelConfig.extras_name_or_path._hub_form": "spec.config.model.extras_name_or_path",
+    "ModelConfig.assistant_lora_path._hub_form": "spec.config.model.assistant_lora_path",
+    "ModelConfig._a_file_has_extras": "spec.config.model.extras_name_or_path",
     "OutputSpec.path._no_dot_segments": "spec.output.path",
     "StoreSpec._fields_fit_the_type": "spec.stores[0].endpoint",
     "ProfileSpec._store_names_differ": "spec.stores",

@@ -95,7 +95,8 @@ def test_long_values_are_cut_off():
 
 def test_nothing_is_suggested_when_two_choices_are_equally_near():
     [said] = messages(LoRATrainingJob, changed(JOB, "spec.config.model.arch", "flux2_klein"))
-    assert said == 'spec.config.model.arch: "flux2_klein" is not one of flux2_klein_4b, flux2_klein_9b, zimage'
+    assert said.startswith('spec.config.model.arch: "flux2_klein" is not one of flux2_klein_4b, flux2_klein_9b, ')
+    assert "did you mean" not in said
 
 
 def test_every_pattern_has_words():

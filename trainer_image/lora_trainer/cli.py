@@ -48,7 +48,7 @@ def train(
 @app.command("make-tiny")
 def make_tiny(
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
-    arch: Annotated[str, typer.Option(help="Model family: flux2_klein_4b, flux2_klein_9b or zimage.")],
+    arch: Annotated[str, typer.Option(help="Model family, a value of model.arch such as zimage or wan21.")],
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
     """Write a tiny base model of a few megabytes with random weights: real classes, real files, for trying things out."""

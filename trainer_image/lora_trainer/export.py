@@ -21,7 +21,7 @@ from torch import Tensor
 from lora_trainer.families.base import BaseModel
 from lora_trainer.networks import Adapter, installed_adapter
 
-FILE_NAME = "adapter.safetensors"
+FILE_NAME = "adapter{part}.safetensors"
 PREFIX = "transformer."
 FOREIGN_PREFIXES = (PREFIX, "diffusion_model.", "base_model.model.", "unet.")
 RESERVED = {"format", "lora_adapter_metadata"}
@@ -30,7 +30,14 @@ RESERVED = {"format", "lora_adapter_metadata"}
 def export_final(
     model: BaseModel, adapter: Adapter, folder: Path, *, dtype: torch.dtype, metadata: Mapping[str, str]
 ) -> Path:
-    """Writes `adapter.safetensors` into `folder`, whole or not at all.
+    """As `export_files`, for the one file of most families; of several the first."""
+    return export_files(model, adapter, folder, dtype=dtype, metadata=metadata)[0]
+
+
+def export_files(
+    model: BaseModel, adapter: Adapter, folder: Path, *, dtype: torch.dtype, metadata: Mapping[str, str]
+) -> list[Path]:
+    """Writes `adapter.safetensors` into `folder`, whole or not at all; for two experts a file for each.
 
     Keys are `transformer.<layer>.lora_A.weight` (or `.lokr_w1` ...). The scale alpha / rank is folded into the weights,
     in fp32, and the adapter's configuration in the header says alpha = rank: programs that read it and programs that
@@ -45,23 +52,37 @@ def export_final(
             versions.
 
     Returns:
-        The file.
+        The files, in the order of the family's `export_parts`.
 
     Raises:
         ValueError: A weight is not finite, or not any more in `dtype`; or `metadata` uses a reserved name.
     """
     if reserved := RESERVED & metadata.keys():
         raise ValueError(f"metadata: {', '.join(sorted(reserved))} is written by the export itself")
-    tensors = {f"{PREFIX}{key}": _cast(key, tensor, dtype) for key, tensor in adapter.portable_state_dict().items()}
-    config = {f"{PREFIX}{key}": value for key, value in adapter.portable_config().items()}
-    header = {
-        **metadata,
-        "format": "pt",
-        "lora_adapter_metadata": json.dumps(config, sort_keys=True),
-        "denoiser_class": type(model.denoiser).__name__,
+    contents = {
+        name: _content(adapter, f"{component}." if len(model.export_parts) > 1 else "", dtype)
+        for name, component in model.export_parts.items()
     }
     folder.mkdir(parents=True, exist_ok=True)
-    return _write(tensors, folder / FILE_NAME, header)
+    files = []
+    for name, component in model.export_parts.items():
+        tensors, config = contents[name]
+        if not tensors:  # the layer filters left this expert as it was
+            continue
+        header = {
+            **metadata,
+            "format": "pt",
+            "lora_adapter_metadata": json.dumps(config, sort_keys=True),
+            "denoiser_class": type(getattr(model.pipe, component)).__name__,
+        }
+        files.append(_write(tensors, folder / FILE_NAME.format(part=name), header))
+    return files
+
+
+def _content(adapter: Adapter, part: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and configuration of one file."""
+    tensors = {f"{PREFIX}{key}": _cast(key, value, dtype) for key, value in adapter.portable_state_dict(part).items()}
+    return tensors, {f"{PREFIX}{key}": value for key, value in adapter.portable_config(part).items()}
 
 
 def _cast(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -100,13 +121,14 @@ def _sorted_header(data: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + data[8 + size_bytes :]
 
 
-def load_into_pipeline(pipe: Any, file: Path, *, name: str = "adapter") -> int:
+def load_into_pipeline(pipe: Any, file: Path, *, name: str = "adapter", component: str = "transformer") -> int:
     """Loads an adapter file into a diffusers pipeline and makes sure that all of it arrived.
 
     Args:
         pipe: A pipeline of the adapter's base model.
         file: What `export_final` wrote, or another program's file with diffusers' layer names.
         name: The adapter's name in the pipeline.
+        component: The denoiser that it is for.
 
     Returns:
         The number of layers that hold the adapter now.
@@ -117,16 +139,27 @@ def load_into_pipeline(pipe: Any, file: Path, *, name: str = "adapter") -> int:
     """
     with safe_open(str(file), framework="pt") as reader:
         expected = {_strip(key): reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118 not a mapping
+    denoiser = getattr(pipe, component)
     try:
-        pipe.load_lora_weights(str(file), adapter_name=name)
+        _load(pipe, file, expected, name, component)
     except (ValueError, KeyError, RuntimeError, TypeError) as error:
         raise ValueError(f"{file}: the {type(pipe).__name__} refuses the adapter: {error}") from error
-    problem = _difference(pipe.transformer, name, expected)
+    problem = _difference(denoiser, name, expected)
     if problem is not None:
-        if installed_adapter(pipe.transformer, name).modules:
-            pipe.delete_adapters(name)
+        if installed_adapter(denoiser, name).modules:
+            denoiser.delete_adapters(name)
         raise ValueError(f"{file}: {problem}")
     return len({_module(key) for key in expected})
+
+
+def _load(pipe: Any, file: Path, expected: Mapping[str, Tensor], name: str, component: str) -> None:
+    """Most pipelines take LoRA only; their denoisers take LoKr as well."""
+    takes_lokr = type(pipe).__name__.startswith(("Flux2", "ZImage"))
+    if any(".lokr_" in key for key in expected) and not takes_lokr:
+        getattr(pipe, component).load_lora_adapter(str(file), prefix=PREFIX.removesuffix("."), adapter_name=name)
+        return
+    into = {"load_into_transformer_2": True} if component == "transformer_2" else {}
+    pipe.load_lora_weights(str(file), adapter_name=name, **into)
 
 
 def _difference(denoiser: torch.nn.Module, name: str, expected: dict[str, Tensor]) -> str | None:

@@ -18,7 +18,7 @@ from lora_api.run import FinalManifest, RunConfig, config_hash
 from lora_api.store import Store
 from lora_trainer import clock
 from lora_trainer.checkpoint import entry
-from lora_trainer.export import export_final
+from lora_trainer.export import export_files
 from lora_trainer.fence import Fence
 from lora_trainer.prepare import Prepared
 from lora_trainer.runtime import TORCH_DTYPE
@@ -43,6 +43,8 @@ def draw(prepared: Prepared, sample: SampleConfig, folder: Path, report: Report)
         steps=sample.sample_steps,
         guidance_scale=sample.guidance_scale,
         seed=sample.seed,
+        num_frames=sample.num_frames,
+        fps=sample.fps,
         on_drawn=lambda drawn: report(f"drawing sample {min(drawn + 1, total)}/{total}"),
     )
 
@@ -70,13 +72,13 @@ def finish(
         report("exporting the adapter")
         facts = facts_of(prepared, run, step)
         header = {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
-        adapter = export_final(
+        adapters = export_files(
             prepared.model, prepared.adapter, folder, dtype=TORCH_DTYPE[run.config.save.dtype], metadata=header
         )
         (folder / "config.json").write_text(run.config.model_dump_json(indent=1))
         (folder / "metadata.yaml").write_text(yaml.safe_dump(facts, sort_keys=False, allow_unicode=True))
         drawn = draw(prepared, settings.sample, folder / "samples", report) if prepared.conditions else []
-        files = {path.name: path for path in (adapter, folder / "config.json", folder / "metadata.yaml")}
+        files = {path.name: path for path in (*adapters, folder / "config.json", folder / "metadata.yaml")}
         samples = {f"sample-{path.name}": path for path in drawn}
         for number, (name, path) in enumerate((files | samples).items(), 1):
             report(f"writing {number}/{len(files) + len(samples)} files")
@@ -88,7 +90,7 @@ def finish(
             uid=run.uid,
             config_hash=config_hash(run.config),
             completed_at=clock.now(),
-            adapter=adapter.name,
+            adapter=adapters[0].name,
             samples=tuple(samples),
             files=tuple(entry(name, path.read_bytes()) for name, path in (files | samples).items()),
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,7 @@ from lora_api.stores import Credentials
 from lora_trainer.data.cache import TensorCache, text_key
 from lora_trainer.data.captions import fill_trigger
 from lora_trainer.data.encode import captions_of, encode_captions, encode_pictures
-from lora_trainer.data.locations import local_folder
+from lora_trainer.data.models import Sources
 from lora_trainer.data.samples import Fingerprints, Sample, digest, plan_samples
 from lora_trainer.environment import Environment
 from lora_trainer.errors import ConfigurationError, DataError
@@ -27,6 +29,8 @@ from lora_trainer.stopping import StopRequest
 if TYPE_CHECKING:
     from lora_trainer.families.base import BaseModel, Family
     from lora_trainer.networks import Adapter
+
+log = logging.getLogger(__name__)
 
 Condition = dict[str, Tensor]
 
@@ -66,7 +70,6 @@ class Preparation:
     group: Group
     reporter: Reporter
     stop: StopRequest
-    copies: dict[str, str] = field(default_factory=dict)  # folder in the cache -> the location it is a copy of
 
     def prepare(self) -> Prepared:
         """Everything the loop needs.
@@ -83,7 +86,7 @@ class Preparation:
 
     def _as_the_user_calls_it(self, text: str) -> str:
         """A message about a copy speaks of the original: people know s3://bucket/prefix, not our cache."""
-        for folder, location in self.copies.items():
+        for folder, location in self._sources.copies.items():
             text = text.replace(folder, location.rstrip("/"))
         return text
 
@@ -93,6 +96,7 @@ class Preparation:
         model_folder, samples = self._first_on_each_node(family)
         self._say("loading the base model")
         model = self._load(family, model_folder)
+        self._take_assistant(family, model)
         prompts = tuple(fill_trigger(prompt, config.trigger_word) for prompt in config.sample.prompts)
         cache = TensorCache(self.environment.cache_folder / "tensors")
         self._encode(samples, prompts, model, cache)
@@ -114,10 +118,12 @@ class Preparation:
         leads = self.environment.local_rank == 0
         if not leads:
             self.group.wait(self.stop.check)
-        model_folder = self._folder("config.model.name_or_path", self.run.config.model.name_or_path)
+        model_folder = self._sources.model(self.run.config.model)
+        self._sources.assistant(self.run.config.model)
         datasets = self.run.config.datasets
         folders = [
-            self._folder(f"config.datasets[{n}].folder_path", each.folder_path) for n, each in enumerate(datasets)
+            self._sources.dataset(each.folder_path, f"config.datasets[{n}].folder_path")
+            for n, each in enumerate(datasets)
         ]
         prints = Fingerprints(self.environment.cache_folder / "fingerprints.json")
         samples = plan_samples(
@@ -132,19 +138,32 @@ class Preparation:
             self.group.wait(self.stop.check)
         return model_folder, samples
 
-    def _folder(self, name: str, location: str) -> Path:
-        folder = local_folder(
-            location,
-            name,
+    @cached_property
+    def _sources(self) -> Sources:
+        environment = self.environment
+        return Sources(
             self.run,
-            cache=self.environment.cache_folder,
-            credentials=self.credentials,
-            report=self._say,
-            download=self.environment.local_rank == 0,
+            environment.cache_folder,
+            self.credentials,
+            environment.credentials_folder,
+            self._say,
+            download=environment.local_rank == 0,
         )
-        if str(folder) != location:
-            self.copies[str(folder)] = location
-        return folder
+
+    def _take_assistant(self, family: Family, model: BaseModel) -> None:
+        """Merges the training adapter; says so where a distilled model has none."""
+        from lora_trainer.networks import merge_assistant
+
+        file = self._sources.assistant(self.run.config.model)
+        if file is None:
+            if advice := family.distilled(model):
+                log.warning("config.model: the base model is distilled and loses that by training; %s", advice)
+            return
+        self._say("merging the training adapter")
+        try:
+            model.assistant = merge_assistant(model.pipe, file)
+        except ValueError as error:
+            raise ConfigurationError(f"config.model.assistant_lora_path: {error}") from error
 
     def _encode(self, samples: list[Sample], prompts: tuple[str, ...], model: BaseModel, cache: TensorCache) -> None:
         share = (self.environment.local_rank, self.environment.local_world_size)

@@ -1,8 +1,9 @@
-"""Sample pictures: one for each prompt, the same at every call with the same adapter and seed."""
+"""Sample pictures or clips: one for each prompt, the same at every call with the same adapter and seed."""
 
 from __future__ import annotations
 
 import io
+import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,9 +26,13 @@ def draw_samples(
     steps: int,
     guidance_scale: float,
     seed: int,
+    num_frames: int = 1,
+    fps: int = 16,
     on_drawn: Callable[[int], None] = lambda drawn: None,  # noqa: ARG005 a callback that does nothing
 ) -> list[Path]:
     """Draws one picture for each condition and saves it as `00.png`, `01.png` ... in `folder`.
+
+    A clip is saved twice: as `00.webp`, which plays, and as `00.png`, with its frames side by side.
 
     The n-th picture takes the seed `seed + n`, so that adding a prompt at the end changes no other picture.
 
@@ -41,6 +46,8 @@ def draw_samples(
         steps: Denoising steps.
         guidance_scale: Handed to the family's pipeline.
         seed: Of the first picture.
+        num_frames: Of each clip, for families that make them.
+        fps: At which clips play.
         on_drawn: Called after each picture with the number drawn so far.
 
     Returns:
@@ -48,7 +55,7 @@ def draw_samples(
     """
     paths = []
     for index, condition in enumerate(conditions):
-        picture = model.sample(
+        frames = model.sample_frames(
             condition,
             negative_condition,
             width=width,
@@ -56,21 +63,50 @@ def draw_samples(
             steps=steps,
             guidance_scale=guidance_scale,
             seed=seed + index,
+            num_frames=num_frames,
         )
-        paths.append(save_png(picture, folder / f"{index:02d}.png"))
+        if len(frames) > 1:
+            paths.append(save_clip(frames, folder / f"{index:02d}.webp", fps))
+        paths.append(save_png(side_by_side(frames), folder / f"{index:02d}.png"))
         on_drawn(index + 1)
     return paths
 
 
+def side_by_side(frames: Sequence[Image.Image]) -> Image.Image:
+    """All frames in one picture, in rows; a single frame as it is."""
+    if len(frames) == 1:
+        return frames[0]
+    width, height = frames[0].size
+    columns = math.ceil(math.sqrt(len(frames)))
+    sheet = Image.new("RGB", (columns * width, math.ceil(len(frames) / columns) * height))
+    for number, frame in enumerate(frames):
+        sheet.paste(frame, (number % columns * width, number // columns * height))
+    return sheet
+
+
+def save_clip(frames: Sequence[Image.Image], path: Path, fps: int) -> Path:
+    """Writes an animated WebP, whole or not at all; the same frames give the same bytes."""
+    buffer = io.BytesIO()
+    duration_ms = round(1000 / fps)
+    frames[0].save(
+        buffer, "WEBP", save_all=True, append_images=list(frames[1:]), duration=duration_ms, loop=0, quality=90
+    )
+    return _write(buffer.getvalue(), path)
+
+
 def save_png(picture: Image.Image, path: Path) -> Path:
     """Writes a PNG, whole or not at all; the same picture gives the same bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG")
+    return _write(buffer.getvalue(), path)
+
+
+def _write(content: bytes, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(buffer.getvalue())
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         Path(scratch).chmod(0o644)

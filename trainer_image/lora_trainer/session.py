@@ -115,7 +115,7 @@ class Session:
         share = Share(
             config.train.batch_size, config.train.gradient_accumulation, self.group.rank, self.group.world_size
         )
-        order = BatchOrder([s.bucket for s in self.prepared.samples], share.global_batch, config.train.seed)
+        order = BatchOrder([s.group for s in self.prepared.samples], share.global_batch, config.train.seed)
         maker = BatchMaker(
             SampleReader(self.prepared.samples, model, self.prepared.cache), order, model, share,
             seed=config.train.seed, density=config.train.timestep_type,

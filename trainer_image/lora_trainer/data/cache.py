@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lora_trainer.data.clips import CLIP_NORMALISATION
 from lora_trainer.data.images import NORMALISATION
 from lora_trainer.data.samples import Sample
 from lora_trainer.errors import TransientError
@@ -26,7 +27,10 @@ _CHECKSUM = "crc32"
 
 
 def latents_key(sample: Sample, identity: str) -> str:
-    """Key of a picture's latents; `identity` names the VAE and the family's formulas."""
+    """Key of the latents of a picture or clip; `identity` names the VAE and the family's formulas."""
+    if sample.frames:
+        frames = " ".join(map(str, sample.frames))
+        return _key("latents", identity, sample.sha256, str(sample.bucket), frames, CLIP_NORMALISATION)
     return _key("latents", identity, sample.sha256, str(sample.bucket), NORMALISATION)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.data.cache import TensorCache, latents_key, text_key
+from lora_trainer.data.clips import load_frames
 from lora_trainer.data.images import load
 from lora_trainer.data.samples import Sample
 
@@ -20,11 +21,14 @@ Report = Callable[[str], None]
 
 
 def pixels_of(sample: Sample) -> Tensor:
-    """The picture as (1, 3, H, W) fp32 in [-1, 1].
+    """The picture as (1, 3, H, W) fp32 in [-1, 1], or the clip as (1, 3, F, H, W).
 
     Raises:
-        DataError: When the file can't be read as a picture.
+        DataError: When the file can't be read as a picture or clip.
     """
+    if sample.frames:
+        clip = load_frames(sample.picture, sample.bucket, sample.frames).astype(np.float32)
+        return torch.from_numpy(clip).permute(3, 0, 1, 2).unsqueeze(0).div(127.5).sub(1.0)
     picture = np.asarray(load(sample.picture, sample.bucket), dtype=np.float32)
     return torch.from_numpy(picture).permute(2, 0, 1).unsqueeze(0).div(127.5).sub(1.0)
 

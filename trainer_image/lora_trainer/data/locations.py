@@ -81,6 +81,17 @@ def local_folder(
     return folder
 
 
+def fetch_file(store: Store, key: str, target: Path, report: Report) -> bool:
+    """Makes a file equal to an object, whole or not at all; False when there is none."""
+    item = next((item for item in store.list(key) if item.key == key), None)
+    if item is None:
+        return False
+    if not _is_current(target, item):
+        report(f"downloading {key}")
+        _download(store, item, target)
+    return True
+
+
 def mirror(store: Store, folder: Path, report: Report) -> int:
     """Makes a folder equal to a store; returns the number of files.
 

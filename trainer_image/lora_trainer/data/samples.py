@@ -1,21 +1,25 @@
-"""The plan of a dataset: which picture is trained at which size with which caption. No pixels yet, no torch."""
+"""The plan of a dataset: which picture or which frames of a clip are trained at which size with which caption. No pixels yet, no torch."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_api.config import DatasetConfig
 from lora_trainer.data import captions
 from lora_trainer.data.buckets import Size, TooSmallError, bucket_of
+from lora_trainer.data.clips import CLIP_ENDINGS, Clip, clip_of, frames_at, frames_over
 from lora_trainer.data.images import size_of
 from lora_trainer.data.scan import Picture, scan
 from lora_trainer.errors import DataError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,12 @@ class Sample:
     dropped_caption: str  # what is trained when the caption is dropped
     dropout: float  # how often that is
     cached: bool  # whether its latents are kept on disk
+    frames: tuple[int, ...] = ()  # of a clip, the numbers of those that are taken; of a picture none
+
+    @property
+    def group(self) -> tuple[Size, int]:
+        """What samples of one batch have in common."""
+        return self.bucket, len(self.frames)
 
 
 def plan_samples(
@@ -54,13 +64,24 @@ def plan_samples(
     samples: list[Sample] = []
     for number, (folder, config) in enumerate(datasets):
         field = f"config.datasets[{number}]"
-        pictures = scan(folder, config.caption_ext, f"{field}.folder_path")
+        pictures = scan(folder, config.caption_ext, f"{field}.folder_path", clips=config.num_frames > 1)
         once: list[Sample] = []
         for done, picture in enumerate(pictures, 1):
             report(f"reading {done}/{len(pictures)} pictures of {config.folder_path}")
             once += _samples_of(picture, config, trigger, multiple, prints)
-        samples += [sample for sample in once for _ in range(config.num_repeats)]
+        samples += [
+            _repeated(sample, config, repeat, prints) for sample in once for repeat in range(config.num_repeats)
+        ]
     return samples
+
+
+def _repeated(sample: Sample, config: DatasetConfig, repeat: int, prints: Fingerprints) -> Sample:
+    """A sample for one of its repeats: of a clip that is taken at a rate, each has a beginning of its own."""
+    if not sample.frames or config.shrink_video_to_frames:
+        return sample
+    seed = (int(sample.sha256[:12], 16) << 14) + repeat
+    frames = frames_at(prints.clip(sample.picture), config.num_frames, config.fps, seed=seed)
+    return replace(sample, frames=frames)
 
 
 def _samples_of(
@@ -68,6 +89,12 @@ def _samples_of(
 ) -> list[Sample]:
     caption = captions.with_trigger(captions.read_caption(picture.caption, config.default_caption), trigger)
     sha256, size = prints.of(picture.path)
+    frames = frames_over(prints.clip(picture.path), config.num_frames) if picture.is_clip else ()
+    if len(set(frames)) < len(frames):
+        log.warning(
+            "%s: has %d frames, fewer than num_frames: %d; some are shown more than once",
+            picture.path, len(set(frames)), config.num_frames,
+        )  # fmt: skip
     try:
         buckets = [bucket_of(size, resolution, multiple) for resolution in config.resolution]
     except TooSmallError as error:
@@ -81,14 +108,19 @@ def _samples_of(
             captions.dropped(trigger),
             config.caption_dropout,
             config.cache_latents,
+            frames,
         )
         for bucket in buckets
     ]
 
 
 def digest(samples: Sequence[Sample]) -> str:
-    """Sixteen hex digits over pictures, sizes and captions: names the data that an adapter was trained on."""
-    lines = [f"{s.sha256} {s.bucket} {hashlib.sha256(s.caption.encode()).hexdigest()}" for s in samples]
+    """Sixteen hex digits over pictures, sizes, frames and captions: names the data that an adapter was trained on."""
+
+    def frames(sample: Sample) -> str:
+        return " ".join(map(str, ("", *sample.frames)))
+
+    lines = [f"{s.sha256} {s.bucket}{frames(s)} {hashlib.sha256(s.caption.encode()).hexdigest()}" for s in samples]
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
 
 
@@ -110,25 +142,34 @@ class Fingerprints:
                 self._known = {}
 
     def of(self, path: Path) -> tuple[str, Size]:
-        """The sha256 of a picture's bytes, and its size after the EXIF rotation.
+        """The sha256 of the bytes of a picture or clip, and its size upright.
 
         Raises:
             DataError: When it can't be read.
         """
+        sha256, width, height, *_ = self._lookup(path)
+        return str(sha256), Size(int(str(width)), int(str(height)))
+
+    def clip(self, path: Path) -> Clip:
+        """Size, number of frames and rate of a clip.
+
+        Raises:
+            DataError: When it can't be read.
+        """
+        _, width, height, frames, fps = self._lookup(path)
+        return Clip(Size(int(str(width)), int(str(height))), int(str(frames)), float(str(fps)))
+
+    def _lookup(self, path: Path) -> list[object]:
         try:
             stat = path.stat()
             key = f"{path.absolute()}|{stat.st_size}|{stat.st_mtime_ns}"
             known = self._known.get(key)
             if known is None:
-                size = size_of(path)
-                with path.open("rb") as file:
-                    known = [hashlib.file_digest(file, "sha256").hexdigest(), size.width, size.height]
-                self._known[key] = known
+                known = self._known[key] = _measured(path)
                 self._changed = True
         except OSError as error:
             raise DataError(f"{path}: can't be read: {error.strerror}") from error
-        sha256, width, height = known
-        return str(sha256), Size(int(str(width)), int(str(height)))
+        return known
 
     def save(self) -> None:
         """Writes the memory, whole or not at all."""
@@ -139,3 +180,16 @@ class Fingerprints:
         with os.fdopen(handle, "w") as out:
             json.dump(self._known, out)
         Path(name).replace(self._memory)
+
+
+def _measured(path: Path) -> list[object]:
+    """sha256, width and height; of a clip also the number of frames and their rate."""
+    facts: list[object]
+    if path.suffix.lower() in CLIP_ENDINGS:
+        clip = clip_of(path)
+        facts = [clip.size.width, clip.size.height, clip.frames, clip.fps]
+    else:
+        size = size_of(path)
+        facts = [size.width, size.height]
+    with path.open("rb") as file:
+        return [hashlib.file_digest(file, "sha256").hexdigest(), *facts]

@@ -1,4 +1,4 @@
-"""Finding pictures and their captions in a folder."""
+"""Finding pictures, clips and their captions in a folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora_trainer.data.clips import CLIP_ENDINGS
 from lora_trainer.errors import DataError
 
 PICTURE_ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".webp"})
@@ -14,13 +15,18 @@ _PICTURES, _CAPTIONS = "images", "captions"
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture file and the caption file that belongs to it."""
+    """A picture or video file and the caption file that belongs to it."""
 
     path: Path
     caption: Path | None
 
+    @property
+    def is_clip(self) -> bool:
+        """Whether it is a video file."""
+        return self.path.suffix.lower() in CLIP_ENDINGS
 
-def scan(folder: Path, caption_ending: str, field: str) -> list[Picture]:
+
+def scan(folder: Path, caption_ending: str, field: str, *, clips: bool = False) -> list[Picture]:
     """All pictures below a folder, in the order of their relative paths. Hidden files and folders are skipped.
 
     A caption stands beside its picture, or under `captions/` where the picture is under `images/`.
@@ -29,6 +35,7 @@ def scan(folder: Path, caption_ending: str, field: str) -> list[Picture]:
         folder: Where to look, recursively.
         caption_ending: `txt`, with or without a dot.
         field: Path of the configuration field, for messages.
+        clips: Take video files, too.
 
     Raises:
         DataError: When the folder is missing or has no pictures.
@@ -37,12 +44,13 @@ def scan(folder: Path, caption_ending: str, field: str) -> list[Picture]:
         raise DataError(f"{field}: {folder} is not a folder")
     ending = "." + caption_ending.removeprefix(".")
     files = sorted(_visible_files(folder), key=lambda path: path.relative_to(folder).as_posix())
-    pictures = [
-        Picture(path, _caption_of(path, folder, ending)) for path in files if path.suffix.lower() in PICTURE_ENDINGS
-    ]
+    endings = PICTURE_ENDINGS | CLIP_ENDINGS if clips else PICTURE_ENDINGS
+    pictures = [Picture(path, _caption_of(path, folder, ending)) for path in files if path.suffix.lower() in endings]
     if not pictures:
-        kinds = " ".join(sorted(PICTURE_ENDINGS))
-        raise DataError(f"{field}: no pictures in {folder}: {len(files)} other files, none of them {kinds}")
+        what, kinds = "pictures or clips" if clips else "pictures", " ".join(sorted(endings))
+        videos = sum(path.suffix.lower() in CLIP_ENDINGS for path in files)
+        hint = f"; {videos} are clips, which are taken where num_frames is above 1" if videos else ""
+        raise DataError(f"{field}: no {what} in {folder}: {len(files)} other files, none of them {kinds}{hint}")
     return pictures
 
 

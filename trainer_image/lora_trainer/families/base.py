@@ -4,7 +4,8 @@ Flow matching, in the notation of the whole trainer: x_t = (1 - sigma) x0 + sigm
 noise, and the velocity d x_t / d sigma = n - x0. Families differ in how pixels become latents, how captions become
 conditions, and how their denoiser wants to be asked for that velocity; `BaseModel` hides all three.
 
-Shapes: B batch, C latent channels, h and w latent height and width, H and W pixels, L text tokens, D text width.
+Shapes: B batch, C latent channels, h and w latent height and width, H and W pixels, L text tokens, D text width. Families
+that make videos have F frames behind the channels: (B, 3, F, H, W) pixels and (B, C, f, h, w) latents.
 
 References:
     Lipman et al. 2023, "Flow Matching for Generative Modeling", section 4 (the straight path).
@@ -20,13 +21,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from lora_trainer.families.folder import content_identity, load_part
+from lora_trainer.families.folder import content_identity, load_part, load_single_files
+
+if TYPE_CHECKING:
+    from lora_trainer.networks.assistant import Assistant
 
 Conditioning: TypeAlias = dict[str, Any]
 """A batch of conditions on the device, as `collate` built it; only the family that built it looks inside."""
@@ -38,16 +42,23 @@ class BaseModel(ABC):
     Attributes:
         pipe: The diffusers pipeline around the components; its text encoder is None while it is not loaded.
         denoiser: The network that adapters are added to.
+        assistant: A training adapter that is part of the denoiser's weights, but not of samples.
         forward_module: What `velocity` calls: the denoiser, or a wrapper that the loop put around it (DDP).
         folder: The model folder.
         dtype: Number format of denoiser and text encoder. The VAE is always fp32: it is small, and bf16 pictures band.
         device: Where everything runs.
     """
 
+    makes_clips: ClassVar[bool] = False
+
     recipe: ClassVar[str] = "1"
     """Version of the family's encoding formulas; raise it when encode_pixels or encode_text change what they return."""
 
     max_text_tokens: ClassVar[int] = 512
+
+    export_parts: ClassVar[dict[str, str]] = {"": "transformer"}
+    """Adapter files by the ending of their name, with the pipeline component that each is for. More than one: the
+    denoiser is a container with one child of that name for each."""
 
     def __init__(self, pipe: Any, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
         self.pipe = pipe
@@ -56,6 +67,7 @@ class BaseModel(ABC):
         self.device = device
         self.denoiser: nn.Module = pipe.transformer
         self.forward_module: nn.Module = self.denoiser
+        self.assistant: Assistant | None = None
         for module in (self.denoiser, pipe.vae):
             module.requires_grad_(requires_grad=False).eval()
 
@@ -95,6 +107,10 @@ class BaseModel(ABC):
         """Denoised latents (1, C, h, w), normalised, from the real pipeline called with `options`."""
 
     # ------------------------------------------------------------------ encoding
+    def _vae_pixels(self, pixels: Tensor) -> Tensor:
+        """The pixels as the VAE takes them: as they are, where it is one for pictures."""
+        return pixels
+
     @torch.no_grad()
     def encode_pixels(self, pixels_1CHW: Tensor) -> Tensor:
         """Normalised latents (C, h, w) of one picture: fp32, on the CPU, the same at every call.
@@ -103,13 +119,14 @@ class BaseModel(ABC):
         their last bits, and the bytes of a cache must not depend on what was encoded together.
 
         Args:
-            pixels_1CHW: One RGB picture (1, 3, H, W) in [-1, 1]; H and W multiples of the family's `size_multiple`.
+            pixels_1CHW: One RGB picture (1, 3, H, W) in [-1, 1]; H and W multiples of the family's `size_multiple`. Or a
+                clip (1, 3, F, H, W), for a family with a `frame_step`.
         """
-        assert pixels_1CHW.ndim == 4, f"one picture (1, 3, H, W), not {tuple(pixels_1CHW.shape)}"
+        assert pixels_1CHW.ndim in (4, 5), f"one picture (1, 3, H, W), not {tuple(pixels_1CHW.shape)}"
         assert len(pixels_1CHW) == 1, f"one picture (1, 3, H, W), not {tuple(pixels_1CHW.shape)}"
         vae = self._vae_with_encoder()
         with self._without_autocast():
-            z_BChw = vae.encode(pixels_1CHW.to(self.device, torch.float32)).latent_dist.mode()
+            z_BChw = vae.encode(self._vae_pixels(pixels_1CHW.to(self.device, torch.float32))).latent_dist.mode()
             return self.normalise(z_BChw)[0].float().cpu().contiguous()
 
     @torch.no_grad()
@@ -206,7 +223,31 @@ class BaseModel(ABC):
         guidance_scale: float,
         seed: int,
     ) -> Image.Image:
-        """One picture drawn by the family's own diffusers pipeline; the same seed gives the same noise on any device.
+        """One picture drawn by the family's own diffusers pipeline; arguments as in `sample_frames`."""
+        return self.sample_frames(
+            condition,
+            negative_condition,
+            width=width,
+            height=height,
+            steps=steps,
+            guidance_scale=guidance_scale,
+            seed=seed,
+        )[0]
+
+    @torch.no_grad()
+    def sample_frames(
+        self,
+        condition: dict[str, Tensor],
+        negative_condition: dict[str, Tensor] | None,
+        *,
+        width: int,
+        height: int,
+        steps: int,
+        guidance_scale: float,
+        seed: int,
+        num_frames: int = 1,
+    ) -> list[Image.Image]:
+        """The frames of a sample, one for families of pictures; the same seed gives the same noise on any device.
 
         Args:
             condition: What `encode_text` returned for the prompt.
@@ -216,6 +257,7 @@ class BaseModel(ABC):
             steps: Denoising steps, at least 1.
             guidance_scale: Handed to the pipeline in its own convention (see the family's module).
             seed: Of the noise.
+            num_frames: Asked of families with a `frame_step`; plays no part elsewhere.
 
         Raises:
             ValueError: The size is no multiple of 16.
@@ -224,10 +266,12 @@ class BaseModel(ABC):
             raise ValueError(f"sample size {width} x {height}: both must be multiples of 16 pixels")
         embeds = self.collate([condition])
         negative = None if negative_condition is None else self.collate([negative_condition])
-        with self._without_autocast(), evaluating(self.denoiser):
+        options = {"num_frames": num_frames} if self.makes_clips else {}
+        with self._without_autocast(), evaluating(self.denoiser), self._sampling_weights():
             x_BChw = self._draw_latents(
                 embeds,
                 negative,
+                **options,
                 width=width,
                 height=height,
                 num_inference_steps=steps,
@@ -236,8 +280,16 @@ class BaseModel(ABC):
                 output_type="latent",
             )
             pixels_BCHW = self.pipe.vae.decode(self.denormalise(x_BChw.float()), return_dict=False)[0]
-        picture: Image.Image = self.pipe.image_processor.postprocess(pixels_BCHW, output_type="pil")[0]
-        return picture
+        return self._frames(pixels_BCHW)
+
+    def _frames(self, pixels_BCHW: Tensor) -> list[Image.Image]:
+        """What the VAE decoded, as pictures."""
+        frames: list[Image.Image] = self.pipe.image_processor.postprocess(pixels_BCHW, output_type="pil")
+        return frames
+
+    def _sampling_weights(self) -> contextlib.AbstractContextManager[None]:
+        """The weights that samples are drawn with: those that the exported adapter will meet."""
+        return contextlib.nullcontext() if self.assistant is None else self.assistant.taken_out()
 
     def _without_autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, enabled=False)
@@ -263,11 +315,15 @@ class Family(ABC):
     Attributes:
         arch: Values of `model.arch` that this family answers to.
         size_multiple: Pixels that picture sides must be multiples of.
+        distilled_advice: What to do where the base model is distilled and has no training adapter; None where it isn't.
+        frame_step: Frames that the VAE folds into one after the first; None for families of pictures.
         name: The value of `model.arch` that was asked for.
     """
 
     arch: ClassVar[tuple[str, ...]]
     size_multiple: ClassVar[int] = 16
+    frame_step: ClassVar[int | None] = None
+    distilled_advice: ClassVar[str | None] = None
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.arch[0]
@@ -285,6 +341,11 @@ class Family(ABC):
             ModelError: The folder does not hold a model of this family.
         """
 
+    def distilled(self, model: BaseModel) -> str | None:
+        """What to do instead, when `model` is distilled and would lose that by being trained as it is."""
+        del model
+        return self.distilled_advice
+
 
 def load_pipeline(cls: Any, folder: Path, *, dtype: torch.dtype, device: torch.device) -> Any:
     """A diffusers pipeline without its text encoder, on the device: denoiser in `dtype`, VAE in fp32."""
@@ -295,6 +356,7 @@ def load_pipeline(cls: Any, folder: Path, *, dtype: torch.dtype, device: torch.d
         text_encoder=None,
         dtype={"default": dtype, "vae": torch.float32},
         use_safetensors=True,
+        **load_single_files(folder, dtype=dtype),
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)

@@ -58,13 +58,18 @@ class Flux2KleinModel(BaseModel):
         v_BSC = self.trainable_denoiser(
             hidden_states=x_BSC,
             timestep=sigma_B.to(self.device, self.dtype),
-            guidance=None,  # Klein has no guidance embedding
+            guidance=self._guidance(len(x_t_BChw)),
             encoder_hidden_states=embeds_BLD,
             txt_ids=self.pipe._prepare_text_ids(embeds_BLD).to(self.device),  # noqa: SLF001 positions of text tokens
             img_ids=self.pipe._prepare_latent_ids(x_t_BChw).to(self.device),  # noqa: SLF001 positions of image tokens
             return_dict=False,
         )[0]
         return v_BSC.permute(0, 2, 1).reshape(x_t_BChw.shape).float()  # type: ignore[no-any-return]
+
+    def _guidance(self, count: int) -> Tensor | None:
+        """(B,) guidance scales, for denoisers that have an embedding of it; Klein has none."""
+        del count
+        return None
 
     def collate(self, conditions: list[dict[str, Tensor]]) -> Conditioning:
         """`embeds` (B, L, D): every caption has the same padded length."""
@@ -113,3 +118,10 @@ class Flux2Klein(Family):
                 f"model folder {folder}: found a denoiser with guidance embedding, expected none ({self.name})"
             )
         return Flux2KleinModel(pipe, folder, dtype=dtype, device=device)
+
+    def distilled(self, model: BaseModel) -> str | None:
+        """See `Family.distilled`; the model's index tells."""
+        if not model.pipe.config.get("is_distilled"):
+            return None
+        size = self.name.rpartition("_")[2].upper()
+        return f"train the undistilled model, black-forest-labs/FLUX.2-klein-base-{size}; the adapter works on both"

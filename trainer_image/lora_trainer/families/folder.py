@@ -10,10 +10,16 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 WHOLE_FILE_BYTES = 64 * 2**20
 """Files up to this size are hashed whole; larger ones by their size and `PROBES` pieces."""
+
+SINGLE_FILE_NAME = "single_file.safetensors"
+"""In a component's folder, weights in any layout that diffusers can convert."""
 
 PIECE_BYTES = 2**20
 PROBES = 16
@@ -149,3 +155,32 @@ def load_part(folder: Path, cls: Any, part: str, **options: Any) -> Any:
         return cls.from_pretrained(str(path), local_files_only=True, **options)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model folder {path}: {cls.__name__} could not be loaded: {error}") from error
+
+
+def load_single_files(folder: Path, *, dtype: torch.dtype) -> dict[str, Any]:
+    """The components of a model folder whose weights are a single file, by name; most folders have none.
+
+    Raises:
+        ModelError: diffusers could not read the file as that component, or it lacks weights.
+    """
+    found = [path.parent for path in sorted(folder.glob(f"*/{SINGLE_FILE_NAME}"))]
+    return {part.name: _load_single_file(folder, part, dtype) for part in found}
+
+
+def _load_single_file(folder: Path, part: Path, dtype: torch.dtype) -> Any:
+    import diffusers
+
+    name = _read_index(folder)[part.name][1]
+    file = (part / SINGLE_FILE_NAME).resolve()
+    options = {"config": str(folder), "subfolder": part.name, "torch_dtype": dtype, "local_files_only": True}
+    try:
+        component = getattr(diffusers, name).from_single_file(str(file), **options)
+    except NotImplementedError as error:  # a weight that stayed without data is converted
+        raise ModelError(f"model file {file}: lacks weights of {name}; expected all of the denoiser") from error
+    except Exception as error:  # the library raises what its conversion stumbles over
+        raise ModelError(f"model file {file}: not readable as {name}: {type(error).__name__}: {error}") from error
+    if lacking := sorted(key for key, value in component.state_dict().items() if value.is_meta):
+        raise ModelError(
+            f"model file {file}: lacks {len(lacking)} of the weights of {name}, among them {', '.join(lacking[:3])}"
+        )
+    return component

@@ -13,10 +13,18 @@ GROUP = "lora_trainer.families"
 
 def _built_in() -> Iterator[type[Family]]:
     from lora_trainer.families.flux2 import Flux2Klein
-    from lora_trainer.families.zimage import ZImage
+    from lora_trainer.families.flux2_dev import Flux2Dev
+    from lora_trainer.families.qwen_image import QwenImage
+    from lora_trainer.families.wan import Wan21, Wan22
+    from lora_trainer.families.zimage import ZImage, ZImageTurbo
 
     yield Flux2Klein
     yield ZImage
+    yield ZImageTurbo
+    yield QwenImage
+    yield Flux2Dev
+    yield Wan21
+    yield Wan22
 
 
 def _third_party() -> Iterator[type[Family]]:

@@ -1,11 +1,11 @@
-"""Z-Image.
+"""Z-Image, and its distilled form Turbo, which is trained with a training adapter in its weights.
 
 - Latents: 16 channels at 1/8, (z - shift_factor) * scaling_factor.
 - Text: the last but one hidden state of Qwen3, padding removed: captions keep their own lengths.
 - Denoiser: takes a list of pictures (C, 1, h, w) and a list of captions, the time 1 - sigma, and returns the negative
   velocity.
 - Guidance in samples: the pipeline's own convention, prediction = cond + g (cond - uncond): 0 is off, and g here is the
-  usual classifier-free scale less 1.
+  usual classifier-free scale less 1. Turbo is drawn without: guidance is distilled into its weights.
 
 Shapes as in `base`.
 
@@ -82,5 +82,32 @@ class ZImage(Family):
 
         check_folder(folder, self.name, LAYOUT)
         return ZImageModel(
+            load_pipeline(ZImagePipeline, folder, dtype=dtype, device=device), folder, dtype=dtype, device=device
+        )
+
+
+class ZImageTurboModel(ZImageModel):
+    """A loaded Z-Image-Turbo."""
+
+    def _draw_latents(self, embeds: Conditioning, negative: Conditioning | None, **options: Any) -> Tensor:
+        del negative  # guidance is distilled into the weights
+        return super()._draw_latents(embeds, None, **options)
+
+
+class ZImageTurbo(Family):
+    """Z-Image-Turbo."""
+
+    arch = ("zimage:turbo",)
+    distilled_advice = (
+        "set model.assistant_lora_path to a training adapter, such as hf://ostris/zimage_turbo_training_adapter/"
+        "zimage_turbo_training_adapter_v2.safetensors, or train Tongyi-MAI/Z-Image with model.arch zimage"
+    )
+
+    def load(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> ZImageTurboModel:
+        """See `Family.load`."""
+        from diffusers import ZImagePipeline
+
+        check_folder(folder, self.name, LAYOUT)
+        return ZImageTurboModel(
             load_pipeline(ZImagePipeline, folder, dtype=dtype, device=device), folder, dtype=dtype, device=device
         )

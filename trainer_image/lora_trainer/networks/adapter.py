@@ -39,13 +39,18 @@ def add_adapter(model: BaseModel, network: NetworkConfig, *, seed: int) -> Adapt
     Raises:
         ValueError: The layer filters of `network` match nothing, or the model has an adapter already.
     """
+    from peft import inject_adapter_in_model
+
     denoiser = model.denoiser
     if getattr(denoiser, "peft_config", None):
         raise ValueError("the denoiser has an adapter already")
     targets = resolve_targets(denoiser, model.default_targets(), network)
     config = build_peft_config(network, targets)
     with torch.random.fork_rng(devices=[]):
-        denoiser.add_adapter(config, NAME)  # type: ignore[operator]
+        if hasattr(denoiser, "add_adapter"):
+            denoiser.add_adapter(config, NAME)  # type: ignore[operator]
+        else:  # a container of several denoisers
+            inject_adapter_in_model(config, denoiser, NAME)
     adapter = Adapter(denoiser, config)
     assert adapter.modules == sorted(targets.all), "peft changed other layers than it was told to"
     adapter.reset(seed)
@@ -143,27 +148,32 @@ class Adapter:
         return delta.detach()
 
     # ------------------------------------------------------------------ export
-    def portable_state_dict(self) -> dict[str, Tensor]:
-        """`state_dict` with alpha / rank folded into one factor: means the same in programs that read no alpha."""
+    def portable_state_dict(self, part: str = "") -> dict[str, Tensor]:
+        """`state_dict` with alpha / rank folded into one factor: means the same in programs that read no alpha.
+
+        Args:
+            part: Only layers below this child of the denoiser, named from there.
+        """
         state = self.state_dict()
         for module, layer in self._layers.items():
             scale = float(layer.scaling[NAME])
             for factor in (f"{module}.lora_B.weight", f"{module}.lokr_w1"):
                 if factor in state:
                     state[factor] *= scale
-        return state
+        return {key.removeprefix(part): tensor for key, tensor in state.items() if key.startswith(part)}
 
-    def portable_config(self) -> dict[str, Any]:
+    def portable_config(self, part: str = "") -> dict[str, Any]:
         """The peft configuration of `portable_state_dict`: alpha equals the rank. Only what a reader needs, as plain data.
 
         Fields that a reader of another version might not know are left out: loaders hand all of them to a constructor.
         """
         config = self._config
+        ranks = {k.replace(f"^{part}", "^", 1): v for k, v in config.rank_pattern.items() if k.startswith(f"^{part}")}
         shared: dict[str, Any] = {
             "r": config.r,
-            "target_modules": list(self.modules),
-            "rank_pattern": dict(config.rank_pattern),
-            "alpha_pattern": dict(config.rank_pattern),
+            "target_modules": [name.removeprefix(part) for name in self.modules if name.startswith(part)],
+            "rank_pattern": ranks,
+            "alpha_pattern": dict(ranks),
         }
         if hasattr(config, "lora_alpha"):
             return {**shared, "lora_alpha": config.r}

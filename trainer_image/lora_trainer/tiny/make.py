@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch
 from torch import nn
 
 from lora_trainer.families.folder import hide_progress_bars
+from lora_trainer.tiny.large_text import build_flux2_dev, build_qwen_image
 from lora_trainer.tiny.tokenizer import build_tokenizer
 from lora_trainer.tiny.vae import LATENT_CHANNELS, build_vae
+from lora_trainer.tiny.wan import build_wan
 
 KLEIN_TEXT_LAYERS = 28  # the pipeline reads hidden states 9, 18 and 27
 
@@ -28,7 +31,7 @@ def make_tiny(arch: str, out: Path, seed: int = 0) -> Path:
     The same `arch` and `seed` give the same weights. Nothing is downloaded.
 
     Args:
-        arch: `model.arch`: flux2_klein_4b, flux2_klein_9b or zimage.
+        arch: A value of `model.arch`; `BUILDERS` has them all.
         out: The folder to write; it appears complete or not at all. One that holds a model already is left as it is.
         seed: Of the random weights.
 
@@ -151,4 +154,9 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "flux2_klein_4b": _flux2_klein,
     "flux2_klein_9b": _flux2_klein,
     "zimage": _zimage,
+    "zimage:turbo": _zimage,
+    "qwen_image": build_qwen_image,
+    "flux2_dev": build_flux2_dev,
+    "wan21": partial(build_wan, experts=1),
+    "wan22": partial(build_wan, experts=2),
 }
