@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,9 +29,9 @@ class DirectoryStore:
         target = self._path(key)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(prefix=_PARTIAL, dir=target.parent)
+            name = target.parent / f"{_PARTIAL}{uuid.uuid4().hex}"
             try:
-                with os.fdopen(handle, "wb") as out:
+                with name.open("xb") as out:  # not mkstemp: results are as readable as the user's other files
                     if isinstance(data, Path):
                         with data.open("rb") as source:
                             shutil.copyfileobj(source, out, 1 << 20)
@@ -39,9 +39,9 @@ class DirectoryStore:
                         out.write(data)
                     out.flush()
                     os.fsync(out.fileno())
-                Path(name).replace(target)
+                name.replace(target)
             except BaseException:
-                Path(name).unlink(missing_ok=True)
+                name.unlink(missing_ok=True)
                 raise
         except OSError as error:
             raise StoreError(f"{target}: can't be written: {error.strerror or error}") from error
