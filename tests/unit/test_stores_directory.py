@@ -70,7 +70,7 @@ def test_a_file_in_the_way_of_a_folder_is_an_error_that_names_the_path(store):
         store.put("a/b", b"y")
 
 
-def test_files_are_as_readable_as_the_users_other_files(tmp_path: Path) -> None:
+def test_files_are_as_readable_as_the_users_other_files(tmp_path):
     mask = os.umask(0o022)
     try:
         DirectoryStore(tmp_path).put("final/adapter.safetensors", b"x")
