@@ -32,6 +32,7 @@ from lora_operator.adapters.kube_api import KubeApi, path
 JOB_NAME_LABEL = "batch.kubernetes.io/job-name"
 TIMEOUT_SECONDS = 60.0
 AIM = 1.5
+NO_NODE_HAS = "1000"  # CPUs: pods appear, but none runs and takes the machine from what is measured
 
 Manifest = dict[str, Any]
 
@@ -46,7 +47,7 @@ def training_job(name: str, profile: str, image_free: Manifest | None) -> Manife
         "datasets": [{"folder_path": "/data/none", "resolution": [64]}],
         "train": {"steps": 10, "train_unet": True},
     }
-    resources = {"nodes": 1, "gpusPerNode": 0, "cpu": "10m", "memory": "32Mi"}
+    resources = {"nodes": 1, "gpusPerNode": 0, "cpu": NO_NODE_HAS, "memory": "32Mi"}
     spec = image_free["spec"] if image_free else {"profile": profile, "config": config, "resources": resources}
     return {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": spec}
 
@@ -57,9 +58,11 @@ def plain_job(name: str) -> Manifest:
         "name": "main",
         "image": "registry.invalid/none:1",
         "command": ["true"],
-        "resources": {"requests": {"cpu": "10m", "memory": "32Mi"}},
+        "resources": {"requests": {"cpu": NO_NODE_HAS, "memory": "32Mi"}},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
-    template = {"spec": {"restartPolicy": "Never", "containers": [container]}}
+    security = {"runAsNonRoot": True, "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"}}
+    template = {"spec": {"restartPolicy": "Never", "securityContext": security, "containers": [container]}}
     spec = {"completionMode": "Indexed", "completions": 1, "parallelism": 1, "backoffLimit": 0, "template": template}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": spec}
 
