@@ -15,6 +15,7 @@ from lora_api.problems import InvalidDocument, Problem, parse
 from lora_api.profile import PROFILE_KIND, LoRATrainingProfile, StoreSpec
 from lora_api.store import Store, StoreError
 from lora_api.stores import Credentials, open_store
+from lora_api.yamlfile import Document, read_documents
 from lora_operator.adapters.local_pods import Machine
 from lora_operator.adapters.local_state import LocalState
 from lora_operator.core.validate import problems_of_job
@@ -22,7 +23,6 @@ from lora_operator.core.views import JobKey, Manifest
 from lora_operator.local import machine as this_machine
 from lora_operator.local.admission import run_uid
 from lora_operator.local.validate import kind_problem, problems_in
-from lora_operator.local.yamlfile import Document, read_documents
 
 DEFAULT_STORE = "runs"
 STATE_FOLDER = ".lora-operator"  # inside a directory store: state and store are moved and removed together

@@ -10,8 +10,8 @@ from lora_api.job import GROUP, KIND, LoRATrainingJob
 from lora_api.problems import InvalidDocument, Problem, parse
 from lora_api.profile import PROFILE_KIND, LoRATrainingProfile
 from lora_api.suggestions import suggestion
+from lora_api.yamlfile import Document, UnreadableError, read_documents
 from lora_operator.core.validate import problems_of_job
-from lora_operator.local.yamlfile import Document, UnreadableError, read_documents
 
 _KINDS = (KIND, PROFILE_KIND)
 
