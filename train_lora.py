@@ -15,11 +15,13 @@ sys.path[:0] = [str(HERE / "operator"), str(HERE / "trainer_image")]
 
 def main() -> None:
     """Trains as the flags say."""
-    from lora_trainer.stopping import STOP  # noqa: PLC0415 - signals first, then everything else
+    from lora_trainer.stopping import STOP, Stopped  # noqa: PLC0415 - signals first, then everything else
 
     STOP.install()
     try:
         from lora_trainer.cli import run_training  # noqa: PLC0415 - as above
+    except Stopped:
+        sys.exit(85)  # "stopped", as everywhere
     except ModuleNotFoundError as error:
         sys.exit(
             f"{error}: run `make lint` once, which installs everything into .venv, then .venv/bin/python {sys.argv[0]}"

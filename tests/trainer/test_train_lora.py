@@ -15,15 +15,13 @@ from tests.trainer.jobs import ROOT, await_true, make_pictures
 
 
 @pytest.fixture
-def command(tmp_path, tiny_model_folder):
-    data = make_pictures(tmp_path / "data")
-    flags = {
+def flags(tmp_path, tiny_model_folder):
+    given = {
         "base_model": tiny_model_folder("zimage"),
-        "train_data": data,
+        "train_data": make_pictures(tmp_path / "data"),
         "output_dir": tmp_path / "out",
         "resolution": 64,
         "batch_size": 2,
-        "num_epochs": 4,
         "learning_rate": "1e-3",
         "rank": 2,
         "save_every": 2,
@@ -31,31 +29,41 @@ def command(tmp_path, tiny_model_folder):
         "mixed_precision": "no",
         "device": "cpu",
     }
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, str(ROOT / "train_lora.py"), *words]
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
-def environment(tmp_path):
-    ours = {"LORA_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1", "LORA_HEARTBEAT_SECONDS": "0.1"}
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | ours
+@pytest.fixture
+def variables(tmp_path, monkeypatch):
+    """The environment of the run; what the command line adds to it is taken back."""
+    for name, value in (("LORA_CACHE_DIR", str(tmp_path / "cache")), ("LORA_HEARTBEAT_SECONDS", "0.1")):
+        monkeypatch.setenv(name, value)
+    for name in ("LORA_RUN_CONFIG", "LORA_RETENTION", "LORA_COMMAND"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def steps_kept(store):
     keys = [item.key for item in store.list("checkpoints/") if item.key.endswith("manifest.json")]
-    return sorted(json.loads(store.get(key) or b"")["step"] for key in keys)
+    manifests = [store.get(key) for key in keys]  # one may be removed while we look
+    return sorted(json.loads(manifest)["step"] for manifest in manifests if manifest)
 
 
-def finish(command, tmp_path):
-    return subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=240)
+def train_here(arguments):
+    from lora_trainer.cli import train_file
+    from lora_trainer.commandline.command import prepare
+
+    return train_file(prepare(arguments, "python train_lora.py"))
 
 
-def test_flags_train_an_adapter_that_ctrl_c_interrupts_and_the_same_command_finishes(command, tmp_path):
+def test_a_run_is_interrupted_with_ctrl_c_gone_on_with_finished_and_made_longer(
+    flags, tmp_path, variables, capfd, caplog
+):
     store = DirectoryStore(tmp_path / "out")
-    slow = [*command[:-2], "--device", "cpu", "--set", "train.steps=100000"]
-    slow = [word for word in slow if word not in ("--num_epochs", "4")]
+    program = [sys.executable, str(ROOT / "train_lora.py"), *flags, "--steps", "100000"]
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(slow, env=environment(tmp_path), stderr=log, cwd=tmp_path)
-    await_true(lambda: len(steps_kept(store)) == 2 and 6 in steps_kept(store), "a third checkpoint")
+        process = subprocess.Popen(program, env=variables, stderr=log, cwd=tmp_path)
+    await_true(lambda: steps_kept(store)[-1:] >= [6], "a third checkpoint")
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 85
     said = (tmp_path / "log").read_text()
@@ -63,10 +71,14 @@ def test_flags_train_an_adapter_that_ctrl_c_interrupts_and_the_same_command_fini
     assert "Go on with: python train_lora.py --base_model" in said
     stopped = steps_kept(store)[-1]
 
-    ended = finish([*slow[:-1], f"train.steps={stopped + 4}"], tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert f"checkpoints/step-{stopped:09d}" in ended.stderr
-    assert f"adapter  {tmp_path}/out/final/adapter.safetensors" in ended.stderr
+    caplog.set_level("INFO")
+    assert train_here([*flags, "--steps", str(stopped + 2)]) == 0
+    assert f"checkpoints/step-{stopped:09d}" in caplog.text
+    assert f"adapter  {tmp_path}/out/final/adapter.safetensors" in capfd.readouterr().err
     assert (tmp_path / "out" / "final" / "adapter.safetensors").is_file()
     assert len(steps_kept(store)) == 2
-    assert steps_kept(store)[-1] == stopped + 4
+    assert steps_kept(store)[-1] == stopped + 2
+
+    assert train_here([*flags, "--steps", str(stopped + 3)]) == 0
+    assert f"the run was finished at step {stopped + 2}; going on to step {stopped + 3}" in caplog.text
+    assert json.loads(store.get("final/manifest.json"))["step"] == stopped + 3

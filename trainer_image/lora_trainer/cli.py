@@ -55,9 +55,9 @@ def run_training(arguments: Sequence[str], program: str) -> NoReturn:
         path = prepare(arguments, program)
     except Refusal as error:
         sys.stderr.write(f"{error}\n`{program} --help` lists all flags\n")
-        _leave(error.code)
+        sys.exit(int(error.code))  # nothing heavy runs yet
     except Stopped:
-        _leave(85)
+        sys.exit(85)
     _leave(train_file(path))
 
 

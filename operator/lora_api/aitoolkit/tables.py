@@ -176,7 +176,6 @@ MODEL: Table = {
     "lora_path": Refused("a base model with an adapter merged into it", instead="merge it and save the model first"),
     "vae_path": Refused("another VAE than the model folder's", instead="put it into the model folder"),
     "te_name_or_path": Ignored("the folder of name_or_path has to hold the text encoder too"),
-    "extras_name_or_path": Ignored("the folder of name_or_path has to hold all components"),
     "compile": Ignored("nothing is compiled", quiet=(False,)),
     "block_compile": Ignored("nothing is compiled", quiet=(False,)),
     "model_paths": Refused("single files in place of a model folder"),

@@ -48,6 +48,13 @@ def read_model(block: Block) -> tuple[dict[str, Any], str]:
     for key, value in (block.take("model_kwargs") or {}).items():
         if value:
             block.problem(f"model_kwargs.{key}", f"{short(value)} is not supported; remove the key to go on without it")
+    extras = block.take("extras_name_or_path")
+    if extras is not None and str(block.peek("name_or_path")).endswith(".safetensors"):
+        block.out["extras_name_or_path"] = extras
+    elif extras is not None:
+        block.note(
+            f"ignored: model.extras_name_or_path: {short(extras)} (the folder of name_or_path has to hold all components)"
+        )
     config = block.finish(tables.MODEL, ModelConfig)
     _name_the_place(config, block)
     return config, str(named or "sd1").partition(":")[0]
