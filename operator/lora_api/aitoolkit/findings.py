@@ -19,7 +19,7 @@ class Ignored:
 
     Args:
         why: What happens instead, in a few words.
-        quiet: Values that ask for what happens here anyway: no note.
+        quiet: Values besides false and emptiness that ask for what happens here anyway: no note.
         always_quiet: The key alone says nothing that anybody could miss.
     """
 
@@ -149,7 +149,8 @@ class Block:
         if value is None:
             return
         if isinstance(decision, Ignored):
-            if not decision.always_quiet and value not in decision.quiet:
+            is_off = value is False or value in ("", [], {})
+            if not (decision.always_quiet or is_off or value in decision.quiet):
                 why = f" ({decision.why})" if decision.why else ""
                 self.note(f"ignored: {f'{self.name}.{key}'.removeprefix('.')}: {short(value)}{why}")
         elif value not in decision.off and value not in ([], {}):

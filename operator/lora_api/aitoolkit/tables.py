@@ -8,7 +8,7 @@ from __future__ import annotations
 from lora_api.aitoolkit.findings import Ignored, Refused, Table
 
 _QUIET = Ignored(always_quiet=True)
-_MEMORY = Ignored("the base model is kept whole in train.dtype, which needs more memory", quiet=(False,))
+_MEMORY = Ignored("the base model is kept whole in train.dtype, which needs more memory")
 _LOADER = Ignored("data is encoded once and read by this trainer's own loader")
 _AUGMENT = Refused("changing pictures at random")
 _VIDEO = Refused("training on clips")
@@ -18,7 +18,7 @@ FILE: Table = {"meta": Ignored("name and version of an adapter are not recorded"
 
 PROCESS: Table = {
     "log_dir": Ignored("metrics are in the run directory"),
-    "torch_profiler": Ignored("performance_log_every logs the time of each part of a step", quiet=(False,)),
+    "torch_profiler": Ignored("performance_log_every logs the time of each part of a step"),
     "first_sample": Ignored("samples are those of the sample block"),
     "sqlite_db_path": _QUIET,
     "embedding": Refused("training an embedding"),
@@ -32,7 +32,7 @@ LOGGING: Table = {
     "log_every": _QUIET,
     "verbose": _QUIET,
     "use_ui_logger": _QUIET,
-    "use_wandb": Ignored("metrics are in the run directory", quiet=(False,)),
+    "use_wandb": Ignored("metrics are in the run directory"),
     "project_name": _QUIET,
     "run_name": _QUIET,
 }
@@ -42,7 +42,7 @@ NETWORK: Table = {
     "pretrained_lora_path": Refused("beginning from an existing adapter"),
     "all_layers": Refused("adapting every layer"),
     "old_lokr_format": Refused("the old LoKr file format"),
-    "split_multistage_loras": Ignored("there is one adapter", quiet=(True, False)),
+    "split_multistage_loras": Ignored("there is one adapter", quiet=(True,)),
     "layer_offloading": _MEMORY,
 }
 
@@ -66,7 +66,7 @@ DATASET: Table = {
     "shuffle_augmentations": _AUGMENT,
     "token_dropout_rate": _TOKENS,
     "shuffle_tokens": _TOKENS,
-    "keep_tokens": Ignored("tokens are not shuffled", quiet=(0, False)),
+    "keep_tokens": Ignored("tokens are not shuffled", quiet=(0,)),
     "replacements": _TOKENS,
     "random_triggers": _TOKENS,
     "random_triggers_max": _QUIET,
@@ -84,7 +84,7 @@ DATASET: Table = {
     "loss_multiplier": Refused("a weight for each dataset", off=(1,), instead="use num_repeats"),
     "mask_path": Refused("masks"),
     "alpha_mask": Refused("masks"),
-    "invert_mask": Ignored("there are no masks", quiet=(False,)),
+    "invert_mask": Ignored("there are no masks"),
     "mask_min_value": _QUIET,
     "control_path": Refused("control pictures"),
     "control_path_1": Refused("control pictures"),
@@ -99,7 +99,7 @@ DATASET: Table = {
     "fps": _QUIET,
     "auto_frame_count": _VIDEO,
     "trim_auto_frame_count_tail": _QUIET,
-    "do_i2v": Ignored("there are no clips", quiet=(True, False)),
+    "do_i2v": Ignored("there are no clips", quiet=(True,)),
     "do_audio": Refused("sound"),
     "batch_size": Refused("a batch size for each dataset", off=(), instead="set train.batch_size"),
 }
@@ -115,14 +115,14 @@ TRAIN: Table = {
     "content_or_style": Refused("a bias of the noise levels", off=("balanced",)),
     "loss_type": Refused("another loss than the mean squared error", off=("mse",)),
     "skip_first_sample": _QUIET,
-    "force_first_sample": Ignored("samples are drawn every sample_every steps and at the end", quiet=(False,)),
+    "force_first_sample": Ignored("samples are drawn every sample_every steps and at the end"),
     "start_step": Refused("a first step of one's own", instead="a run goes on from its newest checkpoint by itself"),
     "reg_weight": _QUIET,
     "prompt_dropout_prob": Refused("dropping prompts", instead="set caption_dropout of the datasets"),
     "noise_offset": Refused("a noise offset"),
     "min_snr_gamma": Refused("loss weights by signal-to-noise ratio"),
     "snr_gamma": Refused("loss weights by signal-to-noise ratio"),
-    "cache_text_embeddings": Ignored("captions are always encoded once", quiet=(True, False)),
+    "cache_text_embeddings": Ignored("captions are always encoded once", quiet=(True,)),
     "unload_text_encoder": Refused(
         "training every picture on the trigger word alone",
         instead="set it to false: captions are encoded once, and the text encoder is unloaded before training anyway",
@@ -153,7 +153,7 @@ EMA: Table = {
 
 SAVE: Table = {
     "save_format": _QUIET,
-    "push_to_hub": Ignored("the adapter stays in the run directory", quiet=(False,)),
+    "push_to_hub": Ignored("the adapter stays in the run directory"),
     "hf_repo_id": _QUIET,
     "hf_private": _QUIET,
 }
@@ -176,15 +176,15 @@ MODEL: Table = {
     "lora_path": Refused("a base model with an adapter merged into it", instead="merge it and save the model first"),
     "vae_path": Refused("another VAE than the model folder's", instead="put it into the model folder"),
     "te_name_or_path": Ignored("the folder of name_or_path has to hold the text encoder too"),
-    "compile": Ignored("nothing is compiled", quiet=(False,)),
-    "block_compile": Ignored("nothing is compiled", quiet=(False,)),
+    "compile": Ignored("nothing is compiled"),
+    "block_compile": Ignored("nothing is compiled"),
     "model_paths": Refused("single files in place of a model folder"),
 }
 
 SAMPLE: Table = {
     "sampler": Ignored("the model family decides", quiet=("flowmatch", "ddpm")),
     "sample_start_step": Ignored("samples are drawn from the first multiple of sample_every on", quiet=(0,)),
-    "neg": Ignored("the negative prompt is empty", quiet=(False, "")),
+    "neg": Ignored("the negative prompt is empty"),
     "network_multiplier": Ignored("samples are drawn with the whole adapter", quiet=(1,)),
     "format": Ignored("samples are PNG files", quiet=("png",)),
     "num_frames": Refused("drawing clips", off=(1,)),

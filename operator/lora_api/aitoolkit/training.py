@@ -98,6 +98,8 @@ def read_network(block: Block, arch: str) -> dict[str, Any]:
     _alphas(block, alpha if linear_alpha is None else linear_alpha, honoured=kind == "lokr" or arch in UNETS)
     if kind == "lokr" and block.has("dropout"):
         block.note(f"ignored: network.dropout: {short(block.take('dropout'))} (it has no effect on LoKr there either)")
+    if "init_from" in NetworkConfig.model_fields:
+        block.rename("pretrained_lora_path", "init_from")
     layers = block.inner("network_kwargs")
     block.out |= layers.finish(tables.NETWORK_KWARGS, NetworkConfig)
     return block.finish(tables.NETWORK, NetworkConfig)

@@ -20,7 +20,7 @@ from lora_trainer.commandline import epochs, flags, rundir
 from lora_trainer.commandline.assemble import Draft, draft
 from lora_trainer.commandline.detect import arch_of
 from lora_trainer.commandline.refusal import Refusal
-from lora_trainer.commandline.sources import Source, read_source
+from lora_trainer.commandline.sources import Source, read_source, with_folders_of
 
 log = logging.getLogger("lora_trainer")
 
@@ -48,6 +48,7 @@ def plan_run(given: argparse.Namespace, variables: Mapping[str, str]) -> Plan:
     folder = _output_dir(given, source)
     found = draft(given, source)
     _require(found)
+    found.raw = with_folders_of(found.raw, Path.cwd())  # the same command from another folder is the same run
     notes += _detect_arch(found)
     config = found.check()
     _refuse_missing_folders(config, found)
@@ -159,6 +160,9 @@ def prepare(arguments: Sequence[str], program: str) -> Path:
     """
     given = flags.parse(arguments, program)
     if given.run_config is not None:
+        others = [name for name, value in vars(given).items() if value not in (None, [], 1) and name != "run_config"]
+        if others:
+            raise Refusal(f"--run_config says everything; remove --{', --'.join(others)}")
         return Path(given.run_config)
     plan = plan_run(given, os.environ)
     for note in plan.notes:

@@ -34,8 +34,7 @@ def arch_of(folder: Path) -> str:
         Refusal: When it is no model folder, or of no one family.
     """
     if not folder.is_dir():
-        hint = "; models are not downloaded: give the local folder" if folder.parts and not folder.is_absolute() else ""
-        raise Refusal(f"--base_model: the folder {folder} does not exist{hint}")
+        raise Refusal(f"--base_model: the folder {folder} does not exist; models are not downloaded here")
     if not (folder / INDEX).is_file():
         raise Refusal(f"--base_model: {folder} has no {INDEX}; expected the folder of a diffusers pipeline")
     pipeline = _read(folder / INDEX).get("_class_name")

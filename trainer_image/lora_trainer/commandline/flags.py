@@ -179,7 +179,11 @@ def build_parser(program: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     run.add_argument("--process", metavar="N", type=int, help="Which process of an ai-toolkit file, from 0.")
     run.add_argument(
-        "--set", metavar="PATH=VALUE", action="append", default=[], help="Any field by its path, see below; repeatable."
+        "--set",
+        metavar="PATH=VALUE",
+        action="append",
+        default=[],
+        help="Any field by its path, see below; lists are written [a, b]. Repeatable.",
     )
     run.add_argument(
         "--run_config", metavar="FILE", help="A run configuration as the operator writes it; no other flag."

@@ -16,6 +16,9 @@ from lora_api.problems import InvalidDocument
 from lora_api.yamlfile import Document, UnreadableError, read_documents
 from lora_trainer.commandline.refusal import Refusal
 
+_FOLDERS = {"name_or_path", "folder_path"}
+_LOCATIONS = _FOLDERS | {"extras_name_or_path", "assistant_lora_path", "init_from"}
+
 
 @dataclass(frozen=True)
 class Source:
@@ -86,9 +89,12 @@ def with_folders_of(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The configuration with relative folders made absolute: they are relative to the file that names them."""
     config = copy.deepcopy(config)
     datasets = config.get("datasets")
-    blocks = [(config.get("model"), "name_or_path")]
-    blocks += [(each, "folder_path") for each in datasets] if isinstance(datasets, list) else []
-    for block, key in blocks:
-        if isinstance(block, dict) and isinstance(block.get(key), str) and "://" not in block[key]:
-            block[key] = os.path.normpath(folder / Path(block[key]).expanduser())
+    for block in (config.get("model"), config.get("network"), *(datasets if isinstance(datasets, list) else [])):
+        for key in _LOCATIONS & set(block) if isinstance(block, dict) else ():
+            place = block[key]
+            if not isinstance(place, str) or "://" in place:
+                continue
+            absolute = os.path.normpath(folder / Path(place).expanduser())
+            if key in _FOLDERS or Path(absolute).exists():  # other files may be names of something else
+                block[key] = absolute
     return config
