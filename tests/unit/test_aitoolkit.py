@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_api.aitoolkit import convert, is_ai_toolkit, tables
+from lora_api.aitoolkit import convert, is_ai_toolkit, tables, training
 from lora_api.aitoolkit.findings import Ignored, Refused
 from lora_api.config import TrainerConfig
 from lora_api.problems import InvalidDocument, parse
@@ -272,9 +272,18 @@ def test_a_numbered_gpu_is_cuda_and_the_way_to_choose_it_is_said():
     assert "CUDA_VISIBLE_DEVICES=1" in notes_about(found, "cuda:1")[0]
 
 
-def test_a_name_on_the_hub_is_said_to_be_no_folder():
+def test_a_name_on_the_hub_is_said_to_be_no_folder_where_models_are_not_downloaded(monkeypatch):
+    monkeypatch.setattr(training, "HUB_SCHEME", "")
     assert notes_about(imported(), "Hugging Face Hub")
     assert not notes_about(imported(model__name_or_path="/models/klein"), "Hugging Face Hub")
+    assert not notes_about(convert(preset(), {}, is_local=lambda place: True), "Hugging Face Hub")
+
+
+def test_a_name_on_the_hub_gets_its_scheme_where_models_are_downloaded(monkeypatch):
+    monkeypatch.setattr(training, "HUB_SCHEME", "hf://")
+    assert imported().config["model"]["name_or_path"] == "hf://black-forest-labs/FLUX.2-klein-base-4B"
+    assert convert(preset(), {}, is_local=lambda place: True).config["model"]["name_or_path"].startswith("black-forest")
+    assert imported(model__name_or_path="./models/klein").config["model"]["name_or_path"] == "./models/klein"
 
 
 def test_clips_are_refused_by_the_name_of_the_key_where_only_pictures_are_trained():

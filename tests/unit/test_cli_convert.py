@@ -73,12 +73,14 @@ def test_a_manifest_is_not_converted_again(monkeypatch):
     assert "it is a manifest (LoRATrainingJob) already" in result.stderr
 
 
-def test_validate_takes_an_ai_toolkit_file_as_it_is(monkeypatch):
-    monkeypatch.chdir(PRESETS)
-    result = call("validate", "klein-4b.yaml", "zimage-turbo.yaml")
+def test_validate_takes_an_ai_toolkit_file_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("good.yaml").write_text(yaml.safe_dump(preset()))
+    Path("bad.yaml").write_text(yaml.safe_dump(put(preset(), "train.step", 1)))
+    result = call("validate", "good.yaml", "bad.yaml")
     assert result.exit_code == 1
-    assert "`lora-operator convert` writes it as a manifest" in result.stderr
-    assert result.stdout.startswith("zimage-turbo.yaml: config.process[0].model.assistant_lora_path: ")
+    assert "good.yaml: is an ai-toolkit file; `lora-operator convert` writes it as a manifest" in result.stderr
+    assert result.stdout == "bad.yaml: config.process[0].train.step: unknown key; did you mean steps?\n"
 
 
 def test_run_takes_an_ai_toolkit_file_as_it_is_with_folders_relative_to_the_current_one(tmp_path, monkeypatch):

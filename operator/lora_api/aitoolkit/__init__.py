@@ -38,18 +38,24 @@ def is_ai_toolkit(raw: Any) -> bool:
     return isinstance(raw, dict) and isinstance(raw.get("config"), dict) and "process" in raw["config"]
 
 
-def convert(raw: Any, variables: Mapping[str, str], process: int | None = None) -> Imported:
+def convert(
+    raw: Any,
+    variables: Mapping[str, str],
+    process: int | None = None,
+    is_local: Callable[[str], bool] = lambda place: False,  # noqa: ARG005 - nothing is known to be there
+) -> Imported:
     """A parsed ai-toolkit file as configuration of this trainer.
 
     Args:
         raw: The file, see `is_ai_toolkit`.
         variables: The environment, for `${NAME}` in the file.
         process: Which of several processes, from 0; None where there is one.
+        is_local: Whether a place is there on this machine; names that are not may be names on the Hub.
 
     Raises:
         InvalidDocument: With everything that can't be converted, each at its path in the file.
     """
-    findings = Findings()
+    findings = Findings(is_local)
     filled = _with_name(_with_variables(raw, variables, findings))
     file = Block(filled, "", "", findings)
     if file.take("job") not in ("extension", "train"):

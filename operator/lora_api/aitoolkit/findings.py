@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,8 +49,13 @@ Table = Mapping[str, Decision]
 
 @dataclass
 class Findings:
-    """Collects over the whole file, so that everything is said at once."""
+    """Collects over the whole file, so that everything is said at once.
 
+    Args:
+        is_local: Whether a place in the file is there on this machine.
+    """
+
+    is_local: Callable[[str], bool] = lambda place: False  # noqa: ARG005 - nothing is known to be there
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     defaults: list[str] = field(default_factory=list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from lora_api.aitoolkit import tables
@@ -20,6 +21,8 @@ OUR_ARCH = {"flux": "flux1", "sd1": "sd15", "flux2": "flux2_dev", "wan22_14b": "
 
 HUB_SCHEME = ""
 """Begins a location on the Hugging Face Hub; empty: models are local folders or lie in a store."""
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(/[\w./-]+\.safetensors)?")
 
 _OPTIMIZERS = {
     "adamw8bit": ("adamw", "the same update with moments in 32 bits, which needs more memory"),
@@ -56,7 +59,7 @@ def read_model(block: Block) -> tuple[dict[str, Any], str]:
             f"ignored: model.extras_name_or_path: {short(extras)} (the folder of name_or_path has to hold all components)"
         )
     config = block.finish(tables.MODEL, ModelConfig)
-    _name_the_place(config, block)
+    _name_the_places(config, block)
     return config, str(named or "sd1").partition(":")[0]
 
 
@@ -71,18 +74,19 @@ def _our_arch(named: str, block: Block) -> str:
     return named
 
 
-def _name_the_place(config: dict[str, Any], block: Block) -> None:
-    """A name on the Hub has two parts and no sign of a path."""
-    place = config.get("name_or_path")
-    if not isinstance(place, str) or place.startswith((".", "/", "~")) or "://" in place or place.count("/") != 1:
-        return
-    if HUB_SCHEME:
-        config["name_or_path"] = HUB_SCHEME + place
-    else:
-        block.note(
-            f"model.name_or_path: {place!r} seems to be a name on the Hugging Face Hub; nothing is downloaded here: write the "
-            "local folder of the model, or its s3:// location"
-        )
+def _name_the_places(config: dict[str, Any], block: Block) -> None:
+    """What is no place on this machine and looks like `owner/name` is a name on the Hub, as it is there."""
+    for key in ("name_or_path", "extras_name_or_path", "assistant_lora_path"):
+        place = config.get(key)
+        if not isinstance(place, str) or not _HUB_NAME.fullmatch(place) or block.findings.is_local(place):
+            continue
+        if HUB_SCHEME:
+            config[key] = HUB_SCHEME + place
+        else:
+            block.note(
+                f"model.{key}: {place!r} seems to be a name on the Hugging Face Hub; nothing is downloaded here: write the local "
+                "folder of the model, or its s3:// location"
+            )
 
 
 def read_network(block: Block, arch: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -70,7 +71,7 @@ def convert(
     store: str | None = None,
 ) -> Converted:
     """The same for a parsed file. Raises InvalidDocument."""
-    imported = aitoolkit.convert(raw, variables, process)
+    imported = aitoolkit.convert(raw, variables, process, lambda place: Path(place).exists())
     parse(TrainerConfig, imported.config, imported.path)
     name = name or name_from(imported.name)
     if not is_legal_name(name):

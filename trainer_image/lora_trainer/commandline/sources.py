@@ -54,7 +54,7 @@ def read_source(name: str, process: int | None, variables: Mapping[str, str]) ->
 def _from_ai_toolkit(document: Document, process: int | None, variables: Mapping[str, str]) -> Source:
     """Relative folders are relative to the current folder, as there."""
     try:
-        found = aitoolkit.convert(document.value, variables, process)
+        found = aitoolkit.convert(document.value, variables, process, lambda place: Path(place).exists())
     except InvalidDocument as error:
         lines = [
             f"{document.place}: {problem}".replace("by its number", "with --process") for problem in error.problems
