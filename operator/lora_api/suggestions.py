@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, get_origin
+from enum import Enum
+from typing import Any, Literal, get_origin
 
 from pydantic import BaseModel
 
@@ -101,3 +102,18 @@ def model_in(annotation: Any) -> type[BaseModel] | None:
         if found:
             return found
     return None
+
+
+def choices_of(model: type[BaseModel], field: str) -> tuple[str, ...]:
+    """The words that a field takes: of a `Literal` or an enumeration, optional or not; none for other fields."""
+    return tuple(_choices(model.model_fields[field].annotation))
+
+
+def _choices(annotation: Any) -> Iterator[str]:
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        yield from (str(member.value) for member in annotation)
+    elif get_origin(annotation) is Literal:
+        yield from (str(word) for word in annotation.__args__)
+    else:
+        for argument in getattr(annotation, "__args__", ()):
+            yield from _choices(argument)

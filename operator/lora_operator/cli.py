@@ -21,7 +21,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_JobFile = Annotated[str, typer.Argument(metavar="JOB.yaml", help="A LoRATrainingJob; - reads standard input.")]
+_JobFile = Annotated[
+    str, typer.Argument(metavar="JOB.yaml", help="A LoRATrainingJob, or an ai-toolkit file; - reads standard input.")
+]
 _Store = Annotated[
     str, typer.Option(metavar="DIR|s3://BUCKET/PREFIX", help="Where run directories go. The directory is made.")
 ]
@@ -100,6 +102,38 @@ def validate(
     if not report.checked and not report.problems:
         typer.echo("nothing was checked: the files hold no LoRATrainingJob and no LoRATrainingProfile", err=True)
     raise typer.Exit(1 if report.problems or not report.checked else 0)
+
+
+@app.command()
+def convert(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="An ai-toolkit configuration; - reads standard input.")],
+    *,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="metadata.name; left out, made from the file's config.name.")
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Store of the profile, spec.output.store; left out, its default.")
+    ] = None,
+    process: Annotated[
+        int | None, typer.Option(metavar="N", help="Which process of a file with several, counted from 0.")
+    ] = None,
+) -> None:
+    """Turn an ai-toolkit file into a manifest.
+
+    It is written to standard output; comments in it say what works differently here.
+    """
+    from lora_api.problems import InvalidDocument
+    from lora_api.yamlfile import UnreadableError
+    from lora_operator.local import machine
+    from lora_operator.local.convert import convert_file
+
+    try:
+        text = convert_file(file, machine.environment(), process=process, name=name, store=store)
+    except UnreadableError as error:
+        _fail(str(error))
+    except InvalidDocument as error:
+        _fail("\n".join(f"{file}: {problem}".replace("by its number", "with --process") for problem in error.problems))
+    typer.echo(text, nl=False)
 
 
 @app.command()

@@ -108,6 +108,7 @@ def test_the_page_speaks_of_every_variable_that_the_programs_read():
         "LORA_WORD_DIR",
         "LORA_LAUNCHER_PID",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+        "PYTHONPATH",
     }  # from the launcher to its workers
     assert read - internal <= {name for name, *_ in reference_words.ENVIRONMENT}
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from lora_api.yamlfile import UnreadableError, read_documents
 from lora_operator.cli import app
 from lora_operator.local.validate import validate_files
-from lora_operator.local.yamlfile import UnreadableError, read_documents
 from tests.local_runs import job_manifest
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("**/*.yaml"))

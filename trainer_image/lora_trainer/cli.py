@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from lora_trainer.stopping import STOP
+from lora_trainer.stopping import STOP, Stopped
 
 app = typer.Typer(
     help="Trains LoRA and LoKr adapters of diffusion models. Usually started by the LoRA Operator.",
@@ -26,23 +27,54 @@ def _callback() -> None:
     """Trains LoRA and LoKr adapters of diffusion models. Usually started by the LoRA Operator."""
 
 
-@app.command()
-def train(
-    run_config: Annotated[
-        Path, typer.Option(envvar="LORA_RUN_CONFIG", help="JSON file with what to train and where to write.")
-    ],
-) -> None:
-    """Train one job to its end, going on from its newest checkpoint.
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def train(context: typer.Context) -> None:
+    """Train an adapter to its end, going on from its newest checkpoint. `train --help` lists the flags."""
+    run_training(context.args, "lora-trainer train")
 
-    Exit codes: 0 done, 64 configuration, 65 data, 66 no usable checkpoint, 75 try again, 77 credentials, 85 stopped and
-    saved, 86 out of device memory, 87 loss not finite.
+
+def run_training(arguments: Sequence[str], program: str) -> NoReturn:
+    """Trains as the flags say, or, without any, as the run configuration in `LORA_RUN_CONFIG` says; ends the process.
+
+    Args:
+        arguments: Without the program's name.
+        program: As the user called it.
     """
     from lora_trainer.environment import Environment
-    from lora_trainer.train import train as run_start
 
     environment = Environment.read(os.environ)
     _log_to_stderr(environment.rank, environment.world_size)
-    _leave(run_start(run_config, environment, STOP))
+    if not arguments and "LORA_RUN_CONFIG" in os.environ:
+        _leave(train_file(Path(os.environ["LORA_RUN_CONFIG"])))
+    from lora_trainer.commandline.command import prepare
+    from lora_trainer.commandline.refusal import Refusal
+
+    try:
+        path = prepare(arguments, program)
+    except Refusal as error:
+        sys.stderr.write(f"{error}\n`{program} --help` lists all flags\n")
+        sys.exit(int(error.code))  # nothing heavy runs yet
+    except Stopped:
+        sys.exit(85)
+    _leave(train_file(path))
+
+
+def train_file(path: Path) -> int:
+    """Runs one start of a run configuration; returns the exit code, after the last words to a user who began it."""
+    from lora_trainer.environment import Environment
+    from lora_trainer.train import read_run_config
+    from lora_trainer.train import train as run_start
+
+    environment = Environment.read(os.environ)
+    code = run_start(path, environment, STOP)
+    if environment.command is not None and environment.leads:
+        from lora_trainer.commandline.rundir import closing_lines
+
+        for line in closing_lines(read_run_config(path), code, environment.command):
+            sys.stderr.write(line + "\n")
+    return code
 
 
 @app.command("make-tiny")

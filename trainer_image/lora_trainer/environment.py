@@ -25,6 +25,8 @@ class Environment:
     heartbeat_seconds: float = 2.0
     metrics_port: int = 0  # 0: no /metrics
     grace_seconds: float = 30.0  # between SIGTERM and SIGKILL
+    removes_checkpoints: bool = False  # no operator does
+    command: str | None = None  # the command line that goes on with the run, where a person began it
 
     @property
     def leads(self) -> bool:
@@ -51,6 +53,8 @@ class Environment:
             heartbeat_seconds=float(variables.get("LORA_HEARTBEAT_SECONDS", "2")),
             metrics_port=int(variables.get("LORA_METRICS_PORT") or "0"),
             grace_seconds=float(variables.get("LORA_GRACE_SECONDS", "30")),
+            removes_checkpoints=variables.get("LORA_RETENTION") == "trainer",
+            command=variables.get("LORA_COMMAND"),
         )
 
 

@@ -20,6 +20,7 @@ from lora_trainer.fence import Fence
 from lora_trainer.finalize import finish, put_samples
 from lora_trainer.loop import Loop
 from lora_trainer.prepare import Preparation
+from lora_trainer.retention import remove_old_checkpoints
 from lora_trainer.retry import place
 from lora_trainer.runtime import Group, synchronise
 from lora_trainer.settings import Settings
@@ -175,6 +176,8 @@ class Session:
                 manifest.size_bytes / 1e6,
                 clock.seconds() - begin,
             )
+            if self.start.environment.removes_checkpoints:
+                remove_old_checkpoints(self.store, self.run.config.save.max_step_saves)
         self.group.wait(lambda: None)
         self.start.committed_step = self.state.step
 

@@ -9,20 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from lora_api.aitoolkit import is_ai_toolkit
 from lora_api.job import KIND, LoRATrainingJob
 from lora_api.layout import RUN_FILE
 from lora_api.problems import InvalidDocument, Problem, parse
 from lora_api.profile import PROFILE_KIND, LoRATrainingProfile, StoreSpec
 from lora_api.store import Store, StoreError
 from lora_api.stores import Credentials, open_store
+from lora_api.yamlfile import Document, read_documents
 from lora_operator.adapters.local_pods import Machine
 from lora_operator.adapters.local_state import LocalState
 from lora_operator.core.validate import problems_of_job
 from lora_operator.core.views import JobKey, Manifest
 from lora_operator.local import machine as this_machine
 from lora_operator.local.admission import run_uid
+from lora_operator.local.convert import convert
 from lora_operator.local.validate import kind_problem, problems_in
-from lora_operator.local.yamlfile import Document, read_documents
 
 DEFAULT_STORE = "runs"
 STATE_FOLDER = ".lora-operator"  # inside a directory store: state and store are moved and removed together
@@ -75,13 +77,14 @@ def prepare(options: Options, variables: Mapping[str, str]) -> Prepared:
     Raises:
         UserError: For everything that is wrong with files, options or paths.
     """
-    document = read_one(options.file, KIND)
+    document, conversions = read_job(options.file, variables)
     raw = with_absolute_paths(document.value, document.folder)
     gpus = this_machine.find_gpus(variables)
     credentials = this_machine.credentials_from(variables)
     profile, store = _profile_and_store(options, raw, has_gpu=bool(gpus))
     manifest, notes = fit_to_machine(raw, profile, gpus)
     job = parse(LoRATrainingJob, manifest)
+    notes = [*conversions, *notes]
     _refuse(document.place, [*problems_of_job(job, profile), *missing_paths(job), *_suspended(job)])
     key = JobKey(job.metadata.namespace, job.metadata.name)
     manifest["metadata"]["namespace"] = key.namespace
@@ -106,11 +109,29 @@ def prepare(options: Options, variables: Mapping[str, str]) -> Prepared:
 
 def locate(options: Options, variables: Mapping[str, str]) -> tuple[JobKey, LocalState]:
     """Where a job's local state is; what else the manifest says plays no part. Raises UserError."""
-    document = read_one(options.file, KIND)
+    document, _ = read_job(options.file, variables)
     job = parse(LoRATrainingJob, document.value)
     _, store = _profile_and_store(options, document.value, has_gpu=False)
     key = JobKey(job.metadata.namespace, job.metadata.name)
     return key, LocalState(state_folder(store, key, variables))
+
+
+def read_job(name: str, variables: Mapping[str, str]) -> tuple[Document, tuple[str, ...]]:
+    """The one job in a file, and notes where it was written for ai-toolkit: relative folders in it are then relative to the
+    current folder, as there. Raises UserError.
+    """
+    try:
+        documents = read_documents(name)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if len(documents) != 1 or not is_ai_toolkit(documents[0].value):
+        return one_of(documents, name, KIND), ()
+    try:
+        converted = convert(documents[0].value, variables)
+    except InvalidDocument as error:
+        _refuse(documents[0].place, error.problems)
+        raise
+    return Document(documents[0].place, converted.manifest, Path.cwd()), converted.notes
 
 
 def read_one(name: str, kind: str) -> Document:
@@ -119,6 +140,11 @@ def read_one(name: str, kind: str) -> Document:
         documents = read_documents(name)
     except ValueError as error:
         raise UserError(str(error)) from error
+    return one_of(documents, name, kind)
+
+
+def one_of(documents: list[Document], name: str, kind: str) -> Document:
+    """The same among documents that were read already."""
     mine = [d for d in documents if isinstance(d.value, dict) and d.value.get("kind") == kind]
     if len(mine) == 1:
         _refuse(mine[0].place, problems_in(mine[0].value))

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lora_api.aitoolkit import is_ai_toolkit
 from lora_api.job import GROUP, KIND, LoRATrainingJob
 from lora_api.problems import InvalidDocument, Problem, parse
 from lora_api.profile import PROFILE_KIND, LoRATrainingProfile
 from lora_api.suggestions import suggestion
+from lora_api.yamlfile import Document, UnreadableError, read_documents
 from lora_operator.core.validate import problems_of_job
-from lora_operator.local.yamlfile import Document, UnreadableError, read_documents
+from lora_operator.local.convert import convert
+from lora_operator.local.machine import environment
 
 _KINDS = (KIND, PROFILE_KIND)
 
@@ -86,6 +89,9 @@ def _profiles_among(documents: list[Document]) -> dict[str, LoRATrainingProfile]
 
 def _check(document: Document, profiles: dict[str, LoRATrainingProfile], report: Report) -> None:
     raw = document.value
+    if is_ai_toolkit(raw):
+        _check_ai_toolkit(document, report)
+        return
     wrong = kind_problem(raw)
     if wrong is not None and _belongs_to_others(raw):
         report.notes.append(f"{document.place}: skipped, kind {raw['kind']} is not ours")
@@ -93,6 +99,15 @@ def _check(document: Document, profiles: dict[str, LoRATrainingProfile], report:
     report.checked += 1
     problems = [wrong] if wrong is not None else problems_in(raw, profiles)
     report.problems += [f"{document.place}: {problem}" for problem in problems]
+
+
+def _check_ai_toolkit(document: Document, report: Report) -> None:
+    report.checked += 1
+    report.notes.append(f"{document.place}: is an ai-toolkit file; `lora-operator convert` writes it as a manifest")
+    try:
+        convert(document.value, environment())
+    except InvalidDocument as error:
+        report.problems += [f"{document.place}: {problem}" for problem in error.problems]
 
 
 def _belongs_to_others(raw: Any) -> bool:

@@ -122,3 +122,16 @@ def _words(error: yaml.MarkedYAMLError) -> str:
     where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
     context = f" ({error.context})" if error.context and not error.context.startswith("while constructing") else ""
     return f"{where}{error.problem or 'not YAML'}{context}"
+
+
+def scalar(text: str) -> Any:
+    """One value as YAML reads it: `1e-4` is a number, `[a, b]` a list.
+
+    Raises:
+        UnreadableError: When it is not YAML.
+    """
+    try:
+        values = list(_load_yaml(text))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UnreadableError(f"{text!r} is not a YAML value") from error
+    return values[0] if len(values) == 1 else text

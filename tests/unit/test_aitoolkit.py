@@ -1,0 +1,306 @@
+"""Files of ai-toolkit: what every key becomes, and that nothing is passed over in silence."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+
+from lora_api.aitoolkit import convert, is_ai_toolkit, tables, training
+from lora_api.aitoolkit.findings import Ignored, Refused
+from lora_api.config import TrainerConfig
+from lora_api.problems import InvalidDocument, parse
+from lora_api.suggestions import fields_at
+from lora_api.yamlfile import read_documents
+
+PRESETS = Path(__file__).parent / "aitoolkit_presets"
+
+
+def preset(name="klein-4b"):
+    return read_documents(str(PRESETS / f"{name}.yaml"))[0].value
+
+
+def put(raw, path, value):
+    """The file with a value at a path below its process, such as `train.lr` or `datasets.0.flip_x`."""
+    raw = copy.deepcopy(raw)
+    owner = raw["config"]["process"][0]
+    *parents, last = path.split(".")
+    for part in parents:
+        owner = owner[int(part)] if part.isdigit() else owner.setdefault(part, {})
+    owner[last] = value
+    return raw
+
+
+def without(raw, *paths):
+    raw = copy.deepcopy(raw)
+    for path in paths:
+        owner = raw["config"]["process"][0]
+        *parents, last = path.split(".")
+        for part in parents:
+            owner = owner[int(part)] if part.isdigit() else owner[part]
+        del owner[last]
+    return raw
+
+
+def imported(**changes):
+    raw = preset(changes.pop("preset", "klein-4b"))
+    for path, value in changes.items():
+        raw = put(raw, path.replace("__", "."), value)
+    return convert(raw, {})
+
+
+def problems(raw, variables=None, process=None):
+    with pytest.raises(InvalidDocument) as caught:
+        convert(raw, variables or {}, process)
+    return list(map(str, caught.value.problems))
+
+
+def notes_about(found, word):
+    return [note for note in found.notes if word in note]
+
+
+# ------------------------------------------------------------------ the file as a whole
+def test_only_a_file_with_a_list_of_processes_is_ai_toolkits():
+    assert is_ai_toolkit(preset())
+    assert not is_ai_toolkit({"model": {}, "datasets": []})
+    assert not is_ai_toolkit({"kind": "LoRATrainingJob", "spec": {"config": {}}})
+    assert not is_ai_toolkit(["config"])
+
+
+def test_the_name_is_filled_in_everywhere():
+    raw = put(preset(), "datasets.0.folder_path", "/data/[name]/pictures")
+    found = convert(raw, {})
+    assert found.name == "my_first_lora_v1"
+    assert found.config["datasets"][0]["folder_path"] == "/data/my_first_lora_v1/pictures"
+
+
+def test_variables_come_from_the_environment_and_may_be_numbers():
+    raw = put(put(preset(), "train.steps", "${STEPS}"), "datasets.0.folder_path", "${HOME}/pictures")
+    config = convert(raw, {"STEPS": "50", "HOME": "/home/me"}).config
+    assert config["train"]["steps"] == 50
+    assert config["datasets"][0]["folder_path"] == "/home/me/pictures"
+
+
+def test_a_variable_that_is_not_set_is_an_error_that_names_it():
+    assert problems(put(preset(), "model.name_or_path", "${MODELS}/klein")) == [
+        "${MODELS} stands in the file, but the environment variable MODELS is not set"
+    ]
+
+
+def test_numbers_without_a_dot_are_numbers():
+    found = imported()
+    assert found.config["train"]["lr"] == 1e-4
+    assert found.config["train"]["weight_decay"] == 1e-4
+
+
+def test_of_several_processes_one_has_to_be_chosen():
+    raw = preset()
+    raw["config"]["process"].append(put(raw, "train.steps", 7)["config"]["process"][0])
+    assert problems(raw) == ["config.process: holds 2 processes; choose one by its number, 0 to 1"]
+    assert convert(raw, {}, 1).config["train"]["steps"] == 7
+    assert problems(raw, process=2) == ["config.process: has no process 2; expected 0 to 1"]
+
+
+def test_another_kind_of_job_or_process_is_refused():
+    assert problems(preset() | {"job": "generate"})[0].startswith('job: found "generate"')
+    assert problems(put(preset(), "type", "slider"))[0].startswith('config.process[0].type: found "slider"')
+
+
+def test_without_a_network_block_the_whole_model_would_be_trained_so_it_is_an_error():
+    assert "trains the whole model there" in problems(without(preset(), "network"))[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("train.learning_rate", ""),
+        ("train.batchsize", "; did you mean batch_size?"),
+        ("save.max_step_saves_to_kep", "; did you mean max_step_saves_to_keep?"),
+        ("network.lokr_rank", "; did you mean lokr_full_rank?"),
+        ("datasets.0.caption_dropout_rat", "; did you mean caption_dropout_rate?"),
+        ("model.quantise", "; did you mean quantize?"),
+        ("sample.promts", "; did you mean prompts?"),
+        ("train.ema_config.ema_dekay", "; did you mean ema_decay?"),
+        ("tringer_word", "; did you mean trigger_word?"),
+    ],
+)
+def test_a_key_that_neither_program_knows_is_an_error_not_silence(path, expected):
+    said = problems(put(preset(), path, 1))
+    shown = re.sub(r"\.(\d+)", r"[\1]", path)
+    assert [line for line in said if "unknown key" in line] == [f"config.process[0].{shown}: unknown key{expected}"]
+
+
+def test_every_decision_of_every_table_is_made_when_its_key_is_there():
+    places = {
+        "": tables.PROCESS, "network": tables.NETWORK, "network.network_kwargs": tables.NETWORK_KWARGS,
+        "datasets.0": tables.DATASET, "train": tables.TRAIN, "train.ema_config": tables.EMA, "save": tables.SAVE,
+        "model": tables.MODEL, "sample": tables.SAMPLE, "sample.samples.0": tables.SAMPLE_ITEM,
+    }  # fmt: skip
+    for place, table in places.items():
+        fields = fields_at(TrainerConfig, [part for part in place.split(".") if part and not part.isdigit()])
+        for key, decision in table.items():
+            if key in fields:
+                continue  # the trainer has it by now, and that comes before the table
+            raw = put(preset(), f"{place}.{key}".removeprefix("."), "something")
+            if isinstance(decision, Refused):
+                assert any("is not supported; " in line for line in problems(raw)), key
+            elif isinstance(decision, Ignored):
+                said = notes_about(convert(raw, {}), f"{key}: ")
+                assert bool(said) != decision.always_quiet, key
+
+
+# ------------------------------------------------------------------ meanings that differ
+def test_aliases_become_our_names():
+    raw = put(without(preset(), "network.linear"), "network.rank", 8)
+    config = convert(raw, {}).config
+    assert config["network"]["linear"] == 8
+    assert config["save"]["max_step_saves"] == 4
+    assert config["datasets"][0]["caption_dropout"] == 0.05
+    assert "max_step_saves_to_keep" not in config["save"]
+
+
+def test_rank_wins_over_linear_as_it_does_there():
+    assert imported(network__rank=8).config["network"]["linear"] == 8
+
+
+def test_alpha_is_the_rank_on_models_of_blocks_and_that_is_said():
+    found = imported(network__linear_alpha=16)
+    assert found.config["network"]["linear_alpha"] == 32
+    assert "16 counts as the rank, 32, on this model there (scale 1)" in notes_about(found, "network.linear_alpha")[0]
+
+
+def test_alpha_is_honoured_for_lokr_and_on_unets():
+    lokr = convert(put(put(preset(), "network.type", "lokr"), "network.linear_alpha", 16), {})
+    assert lokr.config["network"]["linear_alpha"] == 16
+    unet = convert(put(put(preset(), "model.arch", "sdxl"), "network.linear_alpha", 16), {})
+    assert unet.config["network"]["linear_alpha"] == 16
+    assert notes_about(unet, "network.linear_alpha") == []
+
+
+def test_summed_gradients_become_averaged_ones_and_the_rate_is_left_alone():
+    found = imported(train__gradient_accumulation=4)
+    assert found.config["train"] | {"gradient_accumulation": 4, "lr": 1e-4} == found.config["train"]
+    assert "averaged here and summed there; lr is not rescaled" in notes_about(found, "gradient_accumulation")[0]
+
+
+def test_the_old_accumulation_counts_forward_passes_so_steps_are_converted():
+    raw = put(without(preset(), "train.gradient_accumulation"), "train.gradient_accumulation_steps", 4)
+    config = convert(raw, {}).config
+    assert config["train"]["gradient_accumulation"] == 4
+    assert (config["train"]["steps"], config["save"]["save_every"], config["sample"]["sample_every"]) == (750, 63, 63)
+
+
+def test_both_kinds_of_accumulation_exclude_each_other():
+    raw = put(put(preset(), "train.gradient_accumulation", 2), "train.gradient_accumulation_steps", 2)
+    assert problems(raw) == [
+        "config.process[0].train.gradient_accumulation_steps: excludes gradient_accumulation; keep one of them"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("sigmoid", "logit_normal"), ("linear", "uniform"), ("weighted", "uniform")]
+)
+def test_noise_levels_have_our_names(theirs, ours):
+    assert imported(train__timestep_type=theirs).config["train"]["timestep_type"] == ours
+
+
+def test_noise_levels_that_we_lack_are_refused_with_those_there_are():
+    (said,) = problems(put(preset(), "train.timestep_type", "lumina2_shift"))
+    assert said.startswith(
+        'config.process[0].train.timestep_type: "lumina2_shift" has no counterpart here; expected one of '
+    )
+    assert said.endswith("sigmoid, linear, weighted, logit_normal, uniform")
+
+
+def test_averaged_weights_are_refused_only_when_they_are_asked_for():
+    assert imported(train__ema_config={"use_ema": False, "ema_decay": 0.99})
+    assert "averaging weights" in problems(put(preset(), "train.ema_config", {"use_ema": True}))[0]
+
+
+def test_what_is_left_out_has_the_value_it_has_there():
+    raw = without(
+        preset(), "train.lr", "train.steps", "train.dtype", "save.save_every", "network.linear", "network.linear_alpha"
+    )
+    found = convert(raw, {})
+    assert found.config["train"] | {"lr": 1e-6, "steps": 1000, "dtype": "fp32"} == found.config["train"]
+    assert found.config["network"] | {"linear": 4, "linear_alpha": 4} == found.config["network"]
+    assert found.config["save"]["save_every"] == 1000
+    assert "train.lr 1e-06" in found.notes[-1]
+
+
+def test_a_warm_up_is_a_number_of_steps():
+    raw = put(
+        put(preset(), "train.lr_scheduler", "constant_with_warmup"),
+        "train.lr_scheduler_params",
+        {"num_warmup_steps": 50},
+    )
+    train = convert(raw, {}).config["train"]
+    assert (train["lr_scheduler"], train["warmup_steps"]) == ("constant", 50)
+
+
+def test_a_scheduler_that_means_something_else_there_is_refused():
+    assert "rises from a third of lr" in problems(put(preset(), "train.lr_scheduler", "linear"))[0]
+
+
+def test_guidance_of_z_image_is_counted_from_0_here():
+    found = imported(preset="zimage")
+    assert found.config["sample"]["guidance_scale"] == 3
+    assert notes_about(found, "sample.guidance_scale")
+
+
+def test_prompts_come_from_either_list_and_flags_in_them_are_said():
+    assert imported().config["sample"]["prompts"][1] == "a horse is a DJ at a night club, fish eye lens"
+    found = convert(put(without(preset(), "sample.samples"), "sample.prompts", ["a cat --w 512 --n ugly"]), {})
+    assert found.config["sample"]["prompts"] == ["a cat"]
+    assert notes_about(found, "--w 512 --n ugly")
+
+
+def test_a_sample_of_its_own_size_is_said_to_be_drawn_like_the_others():
+    found = imported(sample__samples=[{"prompt": "a cat", "width": 256, "seed": 42}])
+    assert notes_about(found, "samples[0]") == ["ignored: sample.samples[0].width: 256 (all samples are drawn alike)"]
+
+
+def test_no_samples_are_drawn_where_sampling_is_switched_off():
+    assert "sample" not in imported(train__disable_sampling=True).config
+
+
+def test_a_numbered_gpu_is_cuda_and_the_way_to_choose_it_is_said():
+    found = imported(device="cuda:1")
+    assert found.config["device"] == "cuda"
+    assert "CUDA_VISIBLE_DEVICES=1" in notes_about(found, "cuda:1")[0]
+
+
+def test_a_name_on_the_hub_is_said_to_be_no_folder_where_models_are_not_downloaded(monkeypatch):
+    monkeypatch.setattr(training, "HUB_SCHEME", "")
+    assert notes_about(imported(), "Hugging Face Hub")
+    assert not notes_about(imported(model__name_or_path="/models/klein"), "Hugging Face Hub")
+    assert not notes_about(convert(preset(), {}, is_local=lambda place: True), "Hugging Face Hub")
+
+
+def test_a_name_on_the_hub_gets_its_scheme_where_models_are_downloaded(monkeypatch):
+    monkeypatch.setattr(training, "HUB_SCHEME", "hf://")
+    assert imported().config["model"]["name_or_path"] == "hf://black-forest-labs/FLUX.2-klein-base-4B"
+    assert convert(preset(), {}, is_local=lambda place: True).config["model"]["name_or_path"].startswith("black-forest")
+    assert imported(model__name_or_path="./models/klein").config["model"]["name_or_path"] == "./models/klein"
+
+
+def test_clips_are_refused_by_the_name_of_the_key_where_only_pictures_are_trained():
+    raw = put(preset(), "datasets.0.num_frames", 41)
+    try:
+        found = convert(raw, {})
+    except InvalidDocument as error:
+        said = str(error)
+    else:  # a trainer that takes clips knows for which families
+        with pytest.raises(InvalidDocument) as caught:
+            parse(TrainerConfig, found.config, found.path)
+        said = str(caught.value)
+    assert "datasets[0].num_frames" in said
+
+
+def test_fields_of_our_own_may_stand_in_the_file_too():
+    raw = put(without(preset(), "save.max_step_saves_to_keep"), "save.max_step_saves", 9)
+    raw = put(raw, "train.warmup_steps", 30)
+    config = convert(raw, {}).config
+    assert (config["save"]["max_step_saves"], config["train"]["warmup_steps"]) == (9, 30)

@@ -1,0 +1,1 @@
+"""`lora-trainer train` and `train_lora.py`: training from the command line, without manifest and operator. No torch here."""
