@@ -18,6 +18,7 @@ def test_a_killed_operator_goes_on_without_doing_anything_twice(
     with Operator(chart_server, tmp_path) as first:
         team.apply(a_job(namespace=team.namespace))
         child = child_of(team)
+        eventually("the event", lambda: "Created" in [reason for reason, _ in team.events()])
         first.kill()
     with Operator(chart_server, tmp_path) as second:
         eventually("a look", lambda: second.metric("lora_operator_reconcile_duration_seconds_count") > 0)

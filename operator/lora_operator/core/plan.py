@@ -171,10 +171,12 @@ def _it_was_never_started(o: Observed) -> Decision | None:
     attempt = max((child.attempt for child in o.other_children), default=0) or 1  # more only if the status was lost
     first = {"attempt": attempt, "child_name": child_name(o, attempt), "start_time": format_time(o.now)}
     accepted = normal("Accepted", _IN_ORDER)
-    if attempt > 1 or o.child is not None or o.other_children or pods_in_the_way(o) or o.apply_error:
-        return Decision(State(Kind.PENDING, "Accepted", _IN_ORDER), updates=first, requeue=AT_ONCE, events=(accepted,))
+    created = normal("Created", f"Created attempt {attempt} as Job {first['child_name']}")
+    if o.child is not None or o.other_children or pods_in_the_way(o) or o.apply_error:
+        adopted = o.child is not None and o.child.ours  # made by a pass that did not come to say so
+        events = (accepted, created) if adopted else (accepted,)
+        return Decision(State(Kind.PENDING, "Accepted", _IN_ORDER), updates=first, requeue=AT_ONCE, events=events)
     # No intention is needed for the very first attempt: a crash before the status is written finds it already there.
-    created = normal("Created", f"Created attempt 1 as Job {first['child_name']}")
     state = State(Kind.PENDING, "Starting", "attempt 1 is starting")
     return Decision(state, updates=first, create=_attempt(o, 1), requeue=SOON, events=(accepted, created))
 

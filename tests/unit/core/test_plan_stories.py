@@ -59,6 +59,12 @@ def test_a_new_job_gets_its_first_attempt_at_once() -> None:
     assert reasons(decided) == ["Accepted", "Created"]
 
 
+def test_a_first_attempt_that_was_made_and_not_written_down_is_taken_over_and_told_of() -> None:
+    decided = plan(ObservedBuilder().with_child(ChildBuilder()).build())
+    assert (decided.status.attempt, decided.status.child_name, decided.create) == (1, "mascot-1", ())
+    assert reasons(decided) == ["Accepted", "Created"]
+
+
 def test_the_attempt_that_was_written_down_is_made() -> None:
     written = status(Kind.PENDING, "Accepted", stage=None)
     decided = plan(ObservedBuilder().with_status(written).build())
