@@ -73,6 +73,44 @@ JOB_RULES: tuple[Rule, ...] = (
         field="lokr_factor",
     ),
     Rule(
+        on=("spec", "config", "network"),
+        rule="self.dropout == 0.0 || (self.type in ['lora', 'dora'] && "
+        "self.modules.all(m, !has(m.type) || m.type in ['lora', 'dora']))",
+        message="is for lora and dora only, but another type is trained too; set it to 0",
+        field="dropout",
+    ),
+    Rule(
+        on=("spec", "config", "network"),
+        rule="!self.lokr_full_rank || self.modules.all(m, (has(m.type) ? m.type : self.type) != 'lokr' || "
+        "(!has(m.linear) && !has(m.linear_alpha)))",
+        message="true, and a rule in modules sets linear or linear_alpha for lokr, which would play no part; set it to false",
+        field="lokr_full_rank",
+    ),
+    Rule(
+        on=("spec", "config", "network"),
+        rule="self.type != 'full' || self.modules.all(m, !has(m.type) && !has(m.linear) && !has(m.linear_alpha))",
+        message="type, linear and linear_alpha of a rule mean nothing with network.type full; remove them",
+        field="modules",
+    ),
+    Rule(
+        on=("spec", "config", "network", "modules", ITEMS),
+        rule="!self.freeze || !(has(self.type) || has(self.linear) || has(self.linear_alpha) || has(self.lr))",
+        message="true leaves nothing to set; remove type, linear, linear_alpha and lr from this rule",
+        field="freeze",
+    ),
+    Rule(
+        on=("spec", "config", "save"),
+        rule="self.formats.all(f, self.formats.exists_one(g, g == f))",
+        message="names a format twice; name each once",
+        field="formats",
+    ),
+    Rule(
+        on=("spec", "config"),
+        rule="self.network.type != 'full' || self.save.formats == ['diffusers']",
+        message="network.type full ends in a whole denoiser, which has the format diffusers only",
+        field="save.formats",
+    ),
+    Rule(
         on=("spec", "output", "path"),
         rule='!self.matches("(^|/)[.]+(/|$)")',
         message="has a segment of dots only",

@@ -83,6 +83,12 @@ def test_every_rule_speaks_of_a_field_that_exists(schema):
 
 VALIDATORS = {
     "NetworkConfig._factor_is_not_zero": "spec.config.network.lokr_factor",
+    "NetworkConfig._dropout_has_a_meaning": "spec.config.network.dropout",
+    "NetworkConfig._ranks_have_a_meaning": "spec.config.network.lokr_full_rank",
+    "NetworkConfig._full_has_no_ranks": "spec.config.network.modules",
+    "ModuleRule._frozen_layers_have_no_settings": "spec.config.network.modules[0].freeze",
+    "SaveConfig._formats_differ": "spec.config.save.formats",
+    "TrainerConfig._whole_models_have_one_format": "spec.config.save.formats",
     "TrainerConfig._something_is_trained": "spec.config.train.train_unet",
     "OutputSpec.path._no_dot_segments": "spec.output.path",
     "StoreSpec._fields_fit_the_type": "spec.stores[0].endpoint",

@@ -14,7 +14,7 @@ from lora_api.stores import Credentials
 from lora_trainer.data.cache import TensorCache, text_key
 from lora_trainer.data.captions import fill_trigger
 from lora_trainer.data.encode import captions_of, encode_captions, encode_pictures
-from lora_trainer.data.locations import local_folder
+from lora_trainer.data.locations import local_file, local_folder
 from lora_trainer.data.samples import Fingerprints, Sample, digest, plan_samples
 from lora_trainer.environment import Environment
 from lora_trainer.errors import ConfigurationError
@@ -25,7 +25,7 @@ from lora_trainer.stopping import StopRequest
 
 if TYPE_CHECKING:
     from lora_trainer.families.base import BaseModel, Family
-    from lora_trainer.networks import Adapter
+    from lora_trainer.networks import Trainable
 
 Condition = dict[str, Tensor]
 
@@ -35,7 +35,7 @@ class Prepared:
     """What the loop and the samples need."""
 
     model: BaseModel
-    adapter: Adapter
+    adapter: Trainable
     samples: list[Sample]
     cache: TensorCache
     data_digest: str
@@ -56,6 +56,7 @@ class Preparation:
         group: All ranks.
         reporter: Told what is being done.
         stop: Checked between pictures.
+        fresh: Whether training begins here; False where a checkpoint will replace the start values.
     """
 
     run: RunConfig
@@ -65,6 +66,7 @@ class Preparation:
     group: Group
     reporter: Reporter
     stop: StopRequest
+    fresh: bool = True
 
     def prepare(self) -> Prepared:
         """Everything the loop needs.
@@ -82,7 +84,7 @@ class Preparation:
         prompts = tuple(fill_trigger(prompt, config.trigger_word) for prompt in config.sample.prompts)
         cache = TensorCache(self.environment.cache_folder / "tensors")
         self._encode(samples, prompts, model, cache)
-        adapter = _add_adapter(model, self.run)
+        adapter = _add_adapter(model, self.run, self._first_adapter() if self.fresh else None)
         if config.train.gradient_checkpointing:
             model.enable_gradient_checkpointing()
         conditions = [cache.load(text_key(prompt, model.text_identity)) for prompt in prompts]
@@ -123,6 +125,22 @@ class Preparation:
             download=self.environment.local_rank == 0,
         )
 
+    def _first_adapter(self) -> Path | None:
+        """The local file of `network.init_from`; one process of each node downloads it."""
+        location = self.run.config.network.init_from
+        if location is None:
+            return None
+        leads = self.environment.local_rank == 0
+        if not leads:
+            self.group.wait(self.stop.check)
+        found = local_file(
+            location, "config.network.init_from", self.run, cache=self.environment.cache_folder,
+            credentials=self.credentials, report=self._say, download=leads,
+        )  # fmt: skip
+        if leads:
+            self.group.wait(self.stop.check)
+        return found
+
     def _encode(self, samples: list[Sample], prompts: tuple[str, ...], model: BaseModel, cache: TensorCache) -> None:
         share = (self.environment.local_rank, self.environment.local_world_size)
         encode_pictures(samples, model, cache, share=share, report=self._say)
@@ -143,10 +161,17 @@ def _family(arch: str) -> Family:
         raise ConfigurationError(f"config.{error}") from error
 
 
-def _add_adapter(model: BaseModel, run: RunConfig) -> Adapter:
-    from lora_trainer.networks import add_adapter
+def _add_adapter(model: BaseModel, run: RunConfig, first: Path | None) -> Trainable:
+    from lora_trainer.networks import add_adapter, train_all, warm_start
 
+    network = run.config.network
     try:
-        return add_adapter(model, run.config.network, seed=run.config.train.seed)
+        if network.type == "full":
+            adapter: Trainable = train_all(model, network)
+        else:
+            adapter = add_adapter(model, network, seed=run.config.train.seed)
+        if first is not None:
+            warm_start(model, adapter, first)
     except ValueError as error:
         raise ConfigurationError(f"config.{error}") from error
+    return adapter

@@ -81,6 +81,43 @@ def local_folder(
     return folder
 
 
+def local_file(
+    location: str,
+    field: str,
+    run: RunConfig,
+    *,
+    cache: Path,
+    credentials: Credentials | None,
+    report: Report,
+    download: bool = True,
+) -> Path:
+    """The file for a location of the configuration, `s3://bucket/key` copied into the cache first; see `local_folder`.
+
+    Raises:
+        ConfigurationError: When no store reaches the bucket, or the file is not there.
+        StoreError: When the server can't be used.
+    """
+    if not location.startswith(SCHEME):
+        path = Path(location).expanduser()
+        if not path.is_file():
+            raise ConfigurationError(f"{field}: {path} is no file")
+        return path
+    folder_uri, _, name = location.rpartition("/")
+    bucket, prefix = split_uri(folder_uri)
+    spec = store_of(bucket, run, field)
+    where = hashlib.sha256(f"{spec.endpoint}|{bucket}|{prefix}".encode()).hexdigest()[:16]
+    target = cache / "s3-files" / bucket / where / name
+    if download:
+        store = RetryingStore(open_bucket(spec, bucket, prefix, credentials))
+        item = next((item for item in store.list(name) if item.key == name), None)
+        if item is None:
+            raise ConfigurationError(f"{field}: there is no {location} at {spec.endpoint}")
+        if not _is_current(target, item):
+            report(f"downloading {name}")
+            _download(store, item, target)
+    return target
+
+
 def mirror(store: Store, folder: Path, report: Report) -> int:
     """Makes a folder equal to a store; returns the number of files.
 

@@ -27,6 +27,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lora_trainer.families.folder import content_identity, load_part
+from lora_trainer.families.original import Original
 
 Conditioning: TypeAlias = dict[str, Any]
 """A batch of conditions on the device, as `collate` built it; only the family that built it looks inside."""
@@ -85,6 +86,14 @@ class BaseModel(ABC):
     @abstractmethod
     def default_targets(self) -> list[str]:
         """Full dotted names, inside the denoiser, of the layers that adapters change unless told otherwise."""
+
+    def original_layer(self, layer: str) -> Original:
+        """Where a layer of the denoiser lies in the model as it was first published; by default the names agree."""
+        return Original(layer)
+
+    def comfyui_layer(self, layer: str) -> Original:
+        """The same as ComfyUI's adapter files name it."""
+        return self.original_layer(layer)
 
     @abstractmethod
     def _embed_caption(self, caption: str) -> dict[str, Tensor]:
@@ -163,6 +172,11 @@ class BaseModel(ABC):
     def latents_identity(self) -> str:
         """Names what `encode_pixels` computes: the VAE's content and the version of the formulas. For cache keys."""
         return content_identity(self.folder / "vae", salt=f"{type(self).__name__}:latents:{self.recipe}")
+
+    @cached_property
+    def denoiser_identity(self) -> str:
+        """Names the denoiser's weights. For the records of an adapter."""
+        return content_identity(self.folder / "transformer", salt="")
 
     @cached_property
     def text_identity(self) -> str:
