@@ -20,7 +20,6 @@ from tests.trainer.test_export import draw, fresh_pipeline
 from tests.trainer.test_network_types import TYPES
 
 NETWORKS = {
-    "lora": {"type": "lora", "linear": 2},
     "dora": {"type": "dora", "linear": 2, "linear_alpha": 4, "dropout": 0.1},
     "loha": {"type": "loha", "linear": 2, "linear_alpha": 4},
     "mixed": {
@@ -49,14 +48,14 @@ def cache(tmp_path_factory):
 
 @pytest.fixture
 def job(tmp_path, tiny_model_folder, data, cache):
-    def make(arch="zimage", network="lora", **changes) -> Job:
+    def make(arch="zimage", network="dora", **changes) -> Job:
         made = Job(
             tmp_path / "whole", tiny_model_folder(arch), data, cache, arch, train={"steps": 4}, save={"save_every": 2}
         )
         made.config["network"] = json.loads(json.dumps(NETWORKS[network]))
         if network == "mixed":
             rules = made.config["network"]["modules"]
-            made.config["network"]["modules"] = rules[:2] + [rules[2] if arch == "zimage" else rules[3]]
+            made.config["network"]["modules"] = [*rules[:2], rules[2] if arch == "zimage" else rules[3]]
         return made.change(**changes)
 
     return make
@@ -71,7 +70,6 @@ def test_an_interrupted_job_ends_with_the_same_bits(job, arch, network, tmp_path
     whole = job(arch, network)
     assert whole.run() == 0, whole.word()
     broken = whole.copy("broken")
-    assert broken.run(stop_after=1) == 85
     assert broken.run(crash_after=3) == 1
     assert broken.run() == 0
     for name in (checkpoint.ADAPTER, checkpoint.OPTIMIZER):
@@ -83,7 +81,7 @@ def test_an_interrupted_job_ends_with_the_same_bits(job, arch, network, tmp_path
 
 
 def test_a_rate_of_its_own_moves_its_layers_and_no_others(job):
-    slow = job(network="mixed", train={"steps": 1})
+    slow = job(train={"steps": 1})
     slow.config["network"] = {"linear": 2, "modules": [{"match": "layers.0.*", "lr": 1e-9}]}
     assert slow.run() == 0
     for key, tensor in load(slow.newest()[checkpoint.ADAPTER]).items():

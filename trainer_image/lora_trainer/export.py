@@ -6,9 +6,7 @@ the file holds with what the denoiser got.
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,13 +15,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from lora_trainer.export_layouts import ALPHA, AdapterFile, files_of
 from lora_trainer.families.base import BaseModel
 from lora_trainer.networks import Adapter, FullFineTune, Trainable, installed_adapter
 from lora_trainer.networks.spec import PREFIX
+from lora_trainer.tensorfile import with_header
 
 FOREIGN_PREFIXES = (PREFIX, "diffusion_model.", "base_model.model.", "unet.")
 RESERVED = {"format", "lora_adapter_metadata", "sshs_model_hash"}
@@ -67,7 +65,7 @@ def export_final(
     for file in files:
         file.tensors = {key: _cast(key, tensor, dtype) for key, tensor in file.tensors.items()}
     for file in files:
-        data = _with_header(file.tensors, {**metadata, **file.header})
+        data = with_header(file.tensors, {**metadata, **file.header})
         _write(folder / file.name, data)
         for name, text in file.texts.items():
             _write(folder / name, text.encode())
@@ -93,7 +91,7 @@ def portable_files(model: BaseModel, trained: Trainable) -> dict[str, bytes]:
     if not isinstance(trained, Adapter) or "lora_adapter_metadata" in trained.checkpoint_header():
         return {}
     files = files_of(model, trained, "diffusers")
-    return {file.name.replace("adapter", "portable", 1): _with_header(file.tensors, file.header) for file in files}
+    return {file.name.replace("adapter", "portable", 1): with_header(file.tensors, file.header) for file in files}
 
 
 def _cast(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -121,22 +119,6 @@ def _write(target: Path, data: bytes) -> None:
     except BaseException:
         Path(scratch).unlink(missing_ok=True)
         raise
-
-
-def _with_header(tensors: dict[str, Tensor], header: dict[str, str]) -> bytes:
-    """A safetensors file with its metadata in the order of names: the library's order differs at every call.
-
-    `sshs_model_hash` is the sha256 of everything after the header: kohya's tools know a file by it.
-    """
-    data = save(tensors, metadata=header)
-    size_bytes = int.from_bytes(data[:8], "little")
-    content = data[8 + size_bytes :]
-    table = json.loads(data[8 : 8 + size_bytes])
-    facts = {**table["__metadata__"], "sshs_model_hash": hashlib.sha256(content).hexdigest()}
-    table["__metadata__"] = dict(sorted(facts.items()))
-    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
-    return len(text).to_bytes(8, "little") + text + content
 
 
 def load_into_pipeline(pipe: Any, file: Path, *, name: str = "adapter") -> int:

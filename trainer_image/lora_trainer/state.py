@@ -14,6 +14,7 @@ from torch import Tensor
 from lora_api.config import TrainConfig
 from lora_trainer.checkpoint import ADAPTER, OPTIMIZER, STATE
 from lora_trainer.networks.spec import PREFIX
+from lora_trainer.tensorfile import with_header
 
 if TYPE_CHECKING:
     from lora_trainer.networks import Trainable
@@ -64,9 +65,9 @@ def pack(
     """
     counters = {"version": _VERSION, **asdict(state), **extra}
     return {
-        ADAPTER: save(
+        ADAPTER: with_header(
             {f"{PREFIX}{key}": tensor for key, tensor in adapter.state_dict().items()},
-            metadata={"step": str(state.step), **adapter.checkpoint_header()},
+            {"step": str(state.step), **adapter.checkpoint_header()},
         ),
         OPTIMIZER: save(_flat(optimizer)),
         STATE: json.dumps(counters, indent=1, sort_keys=True).encode(),

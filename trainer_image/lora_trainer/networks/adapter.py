@@ -116,8 +116,9 @@ class Adapter(Trainable):
     # ------------------------------------------------------------------ behaviour
     def train(self, mode: bool = True) -> None:  # noqa: FBT001, FBT002 as torch.nn.Module.train
         """Switches its dropout; nothing else in the denoiser has a training mode, all of it stays in eval."""
-        for layer in self._layers.values():
+        for name, layer in self._layers.items():
             layer.eval()
+            layer.training = mode and self.layers[name].kind == "dora"  # peft asks it before it calls dora's dropout
             for dropout in getattr(layer, "lora_dropout", {}).values():
                 dropout.train(mode)
 
