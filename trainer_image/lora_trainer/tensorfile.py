@@ -17,10 +17,10 @@ def with_header(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> byt
     """
     data = save(dict(tensors), metadata=dict(header))
     size_bytes = int.from_bytes(data[:8], "little")
-    content = data[8 + size_bytes :]
+    content = memoryview(data)[8 + size_bytes :]  # a whole denoiser has many gigabytes: it is copied once only
     table = json.loads(data[8 : 8 + size_bytes])
     facts = {**header, "sshs_model_hash": hashlib.sha256(content).hexdigest()}
     table["__metadata__"] = dict(sorted(facts.items()))
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
-    return len(text).to_bytes(8, "little") + text + content
+    return b"".join((len(text).to_bytes(8, "little"), text, content))

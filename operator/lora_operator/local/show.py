@@ -90,12 +90,29 @@ def follow(state: LocalState) -> Iterator[str]:
 
 
 def diffusers_lines(base_model: str, adapter: str) -> list[str]:
-    """How the adapter is loaded."""
-    return [
+    """How the result is loaded: an adapter with the files of its further kinds beside it, or a whole denoiser.
+
+    Nothing for layouts that diffusers was not asked for.
+    """
+    folder, _, name = adapter.rpartition("/")
+    if name == "diffusion_pytorch_model.safetensors":
+        return [
+            "from diffusers import AutoModel, DiffusionPipeline",
+            f'denoiser = AutoModel.from_pretrained("{folder}")',
+            f'pipe = DiffusionPipeline.from_pretrained("{base_model}", transformer=denoiser)',
+        ]
+    if name != "adapter.safetensors":
+        return []
+    lines = [
         "from diffusers import DiffusionPipeline",
         f'pipe = DiffusionPipeline.from_pretrained("{base_model}")',
-        f'pipe.load_lora_weights("{adapter}")',
     ]
+    further = [kind for kind in ("dora", "lokr") if Path(folder, f"adapter.{kind}.safetensors").is_file()]
+    if not further:
+        return [*lines, f'pipe.load_lora_weights("{adapter}")']
+    files = {"first": adapter} | {kind: f"{folder}/adapter.{kind}.safetensors" for kind in further}
+    lines += [f'pipe.load_lora_weights("{file}", adapter_name="{kind}")' for kind, file in files.items()]
+    return [*lines, f"pipe.set_adapters({list(files)})"]
 
 
 def _success_lines(outcome: Outcome, state: LocalState) -> list[str]:
@@ -116,11 +133,8 @@ def _success_lines(outcome: Outcome, state: LocalState) -> list[str]:
     facts += [("log", str(log))] if log else []
     lines += [f"  {name:<12} {text}" for name, text in facts]
     model = outcome.job["spec"]["config"]["model"]["name_or_path"]
-    return [
-        *lines,
-        "Load it with diffusers:",
-        *(f"    {line}" for line in diffusers_lines(model, output.adapter or "")),
-    ]
+    how = diffusers_lines(model, output.adapter or "")
+    return [*lines, "Load it with diffusers:", *(f"    {line}" for line in how)] if how else lines
 
 
 def _failure_lines(outcome: Outcome, state: LocalState) -> list[str]:
