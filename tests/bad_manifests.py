@@ -145,7 +145,17 @@ CHOICES = [
     _bad("spec.config.train.dtype", "bfloat16", '"bfloat16" is not one of bf16, fp16, fp32; did you mean bf16?'),
     _bad("spec.config.train.dtype", "fp8", '"fp8" is not one of bf16, fp16, fp32'),
     _bad("spec.config.device", "gpu", '"gpu" is not one of auto, cuda, cpu; did you mean cuda?'),
-    _bad("spec.config.network.type", "loha", '"loha" is not one of lora, lokr; did you mean lora?'),
+    _bad("spec.config.network.type", "locon", '"locon" is not one of lora, lokr, loha, dora, full'),
+    _bad(
+        "spec.config.network.modules",
+        [{"match": "*", "type": "full"}],
+        'spec.config.network.modules[0].type: "full" is not one of lora, lokr, loha, dora',
+    ),
+    _bad(
+        "spec.config.save.formats",
+        ["a1111"],
+        'spec.config.save.formats[0]: "a1111" is not one of diffusers, peft, comfyui, kohya',
+    ),
     _bad("spec.output.deletionPolicy", "delete", '"delete" is not one of Retain, Delete; did you mean Delete?'),
     _bad("spec.config.type", "sd_trainer", 'found "sd_trainer", expected diffusion_trainer'),
     _bad("spec.stores.0.type", "gcs", '"gcs" is not one of s3, directory', profile=True),
@@ -219,6 +229,61 @@ MISSING = [
 ]
 
 CROSS_FIELD = [
+    _bad(
+        "spec.config.network",
+        {"type": "lokr", "dropout": 0.1},
+        "spec.config.network.dropout: 0.1 is for lora and dora only, but lokr is trained too; set it to 0",
+    ),
+    _bad(
+        "spec.config.network",
+        {"dropout": 0.1, "modules": [{"match": "*attn*", "type": "loha"}]},
+        "spec.config.network.dropout: 0.1 is for lora and dora only, but loha is trained too; set it to 0",
+    ),
+    _bad(
+        "spec.config.network.modules",
+        [{"match": "*attn*", "type": "lokr", "linear": 4}],
+        "spec.config.network.lokr_full_rank: true, and a rule in modules sets linear or linear_alpha for lokr, which would "
+        "play no part; set it to false",
+    ),
+    _bad(
+        "spec.config.network",
+        {"type": "full", "modules": [{"match": "*attn*", "linear": 4}]},
+        "spec.config.network.modules: type, linear and linear_alpha of a rule mean nothing with network.type full; remove them",
+    ),
+    _bad(
+        "spec.config.network.modules",
+        [{"match": "*attn*", "freeze": True, "lr": 0.1}],
+        "spec.config.network.modules[0].freeze: true leaves nothing to set; remove type, linear, linear_alpha and lr from "
+        "this rule",
+    ),
+    _bad("spec.config.save.formats", ["peft", "peft"], "names a format twice; name each once"),
+    _bad(
+        "spec.config",
+        JOB["spec"]["config"] | {"network": {"type": "full"}, "save": {"formats": ["kohya"]}},
+        "spec.config.save.formats: network.type full ends in a whole denoiser, which has the format diffusers only",
+    ),
+    *(
+        _bad(
+            "spec.config",
+            JOB["spec"]["config"] | {"model": {"arch": "wan22", "name_or_path": "s3://models/wan"}} | blocks,
+            f"spec.config.{found} is not supported for model.arch wan22, which has two experts",
+        )
+        for blocks, found in (
+            ({"network": {"type": "full"}}, "network.type: full"),
+            ({"network": {"init_from": "s3://runs/a.safetensors"}}, "network.init_from: s3://runs/a.safetensors"),
+            ({"save": {"weights_bin": True}}, "save.weights_bin: true"),
+        )
+    ),
+    *(
+        _bad(
+            "spec.config",
+            JOB["spec"]["config"]
+            | {"network": network, "model": JOB["spec"]["config"]["model"] | {"assistant_lora_path": "a.safetensors"}},
+            "spec.config.model.assistant_lora_path: can't be taken out again from under network.type full or dora, which do "
+            "not only add to the weights; use lora, lokr or loha",
+        )
+        for network in ({"type": "full"}, {"modules": [{"match": "*attn*", "type": "dora"}]})
+    ),
     _bad("spec.config.network.lokr_factor", 0, "0 is neither -1 (most even split) nor a factor of at least 1"),
     _bad(
         "spec.config.train.train_unet",
@@ -243,11 +308,16 @@ CROSS_FIELD = [
     ),
     *(
         _bad(
-            f"spec.config.model.{name}",
+            f"spec.config.{name}",
             "hf://Z-Image",
             "found 'hf://Z-Image', expected hf://org/repo, hf://org/repo@revision or a file in it",
         )
-        for name in ("name_or_path", "extras_name_or_path", "assistant_lora_path")
+        for name in (
+            "model.name_or_path",
+            "model.extras_name_or_path",
+            "model.assistant_lora_path",
+            "network.init_from",
+        )
     ),
     _bad(
         "spec.config.model.extras_name_or_path",

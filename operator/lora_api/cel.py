@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lora_api.config import FRAME_STEP, HUB_PATTERN, MUTABLE_CONFIG_PATHS, SINGLE_FILE, VIDEO_ARCHS
+from lora_api.archs import FRAME_STEP, VIDEO_ARCHS
+from lora_api.config import MUTABLE_CONFIG_PATHS, SINGLE_FILE
+from lora_api.locations import HUB_PATTERN
 from lora_api.schema import ITEMS, Path, Schema, at
 
 MUTABLE_SPEC_PATHS: tuple[Path, ...] = (
@@ -99,11 +101,16 @@ JOB_RULES: tuple[Rule, ...] = (
     ),
     *(
         Rule(
-            on=("spec", "config", "model", name),
+            on=("spec", "config", block, name),
             rule=f"!self.startsWith('hf://') || self.matches(r'{HUB_PATTERN}')",
             message="is not hf://org/repo, hf://org/repo@revision or a file in it",
         )
-        for name in ("name_or_path", "extras_name_or_path", "assistant_lora_path")
+        for block, name in (
+            ("model", "name_or_path"),
+            ("model", "extras_name_or_path"),
+            ("model", "assistant_lora_path"),
+            ("network", "init_from"),
+        )
     ),
     Rule(
         on=("spec", "config", "model"),
@@ -117,6 +124,65 @@ JOB_RULES: tuple[Rule, ...] = (
         rule=f"!has(self.extras_name_or_path) || {_ONE_FILE}",
         message="plays no part, because name_or_path is a folder with all components; remove it",
         field="extras_name_or_path",
+    ),
+    Rule(
+        on=("spec", "config", "network"),
+        rule="self.dropout == 0.0 || (self.type in ['lora', 'dora'] && "
+        "self.modules.all(m, !has(m.type) || m.type in ['lora', 'dora']))",
+        message="is for lora and dora only, but another type is trained too; set it to 0",
+        field="dropout",
+    ),
+    Rule(
+        on=("spec", "config", "network"),
+        rule="!self.lokr_full_rank || self.modules.all(m, (has(m.type) ? m.type : self.type) != 'lokr' || "
+        "(!has(m.linear) && !has(m.linear_alpha)))",
+        message="true, and a rule in modules sets linear or linear_alpha for lokr, which would play no part; set it to false",
+        field="lokr_full_rank",
+    ),
+    Rule(
+        on=("spec", "config", "network"),
+        rule="self.type != 'full' || self.modules.all(m, !has(m.type) && !has(m.linear) && !has(m.linear_alpha))",
+        message="type, linear and linear_alpha of a rule mean nothing with network.type full; remove them",
+        field="modules",
+    ),
+    Rule(
+        on=("spec", "config", "network", "modules", ITEMS),
+        rule="!self.freeze || !(has(self.type) || has(self.linear) || has(self.linear_alpha) || has(self.lr))",
+        message="true leaves nothing to set; remove type, linear, linear_alpha and lr from this rule",
+        field="freeze",
+    ),
+    Rule(
+        on=("spec", "config", "save"),
+        rule="self.formats.all(f, self.formats.exists_one(g, g == f))",
+        message="names a format twice; name each once",
+        field="formats",
+    ),
+    *(
+        Rule(
+            on=("spec", "config"),
+            rule=f"self.model.arch != 'wan22' || {rule}",
+            message=f"{found} is not supported for model.arch wan22, which has two experts",
+            field=field,
+        )
+        for field, found, rule in (
+            ("network.type", "full", "self.network.type != 'full'"),
+            ("network.init_from", "an adapter to begin with", "!has(self.network.init_from)"),
+            ("save.weights_bin", "true", "!self.save.weights_bin"),
+        )
+    ),
+    Rule(
+        on=("spec", "config"),
+        rule="!has(self.model.assistant_lora_path) || (!(self.network.type in ['full', 'dora']) && "
+        "self.network.modules.all(m, !has(m.type) || m.type != 'dora'))",
+        message="can't be taken out again from under network.type full or dora, which do not only add to the weights; "
+        "use lora, lokr or loha",
+        field="model.assistant_lora_path",
+    ),
+    Rule(
+        on=("spec", "config"),
+        rule="self.network.type != 'full' || self.save.formats == ['diffusers']",
+        message="network.type full ends in a whole denoiser, which has the format diffusers only",
+        field="save.formats",
     ),
     Rule(
         on=("spec", "output", "path"),

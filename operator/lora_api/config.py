@@ -6,35 +6,17 @@ The keys are the ones users of ai-toolkit already write; where that tool guesses
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from lora_api.archs import FRAME_STEP, VIDEO_ARCHS, Arch
 from lora_api.base import Native
+from lora_api.locations import Line, Location, ModelLocation
+from lora_api.network import NetworkConfig
 
 SINGLE_FILE = ".safetensors"  # ending of a location that is one file
-MAX_RANK = 9_999_999_999  # what "full rank" means to tools that need a number
-
-
-class Arch(StrEnum):
-    """A model family, `model.arch`."""
-
-    FLUX2_KLEIN_4B = "flux2_klein_4b"
-    FLUX2_KLEIN_9B = "flux2_klein_9b"
-    FLUX2_DEV = "flux2_dev"
-    ZIMAGE = "zimage"
-    ZIMAGE_TURBO = "zimage:turbo"
-    QWEN_IMAGE = "qwen_image"
-    WAN21 = "wan21"
-    WAN22 = "wan22"
-
-
-VIDEO_ARCHS = frozenset({Arch.WAN21, Arch.WAN22})
-"""Families that take clips."""
-
-FRAME_STEP = 4  # frames that a video VAE folds into one latent frame, after the first: clips have 4k + 1 frames
 
 
 class Precision(StrEnum):
@@ -43,15 +25,6 @@ class Precision(StrEnum):
     BF16 = "bf16"
     FP16 = "fp16"
     FP32 = "fp32"
-
-
-def _one_line(value: str) -> str:
-    if any(ord(character) < 32 for character in value):
-        raise ValueError("control characters and line breaks are not allowed")
-    return value
-
-
-Line = Annotated[str, AfterValidator(_one_line)]
 
 
 def _clip_length(value: int) -> int:
@@ -65,18 +38,6 @@ def _nearest_clip_length(frames: int) -> int:
 
 
 Frames = Annotated[int, Field(ge=1, le=1025), AfterValidator(_clip_length)]
-Location = Annotated[Line, Field(min_length=1, max_length=1024)]
-
-HUB_PATTERN = r"^hf://[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+(@[^/@]+)?(/.+)?$"
-
-
-def _hub_form(value: str) -> str:
-    if value.startswith("hf://") and not re.match(HUB_PATTERN, value):
-        raise ValueError(f"found {value!r}, expected hf://org/repo, hf://org/repo@revision or a file in it")
-    return value
-
-
-ModelLocation = Annotated[Location, AfterValidator(_hub_form)]
 
 
 class ModelConfig(Native):
@@ -108,39 +69,6 @@ class ModelConfig(Native):
             raise ValueError(
                 "extras_name_or_path: plays no part, because name_or_path is a folder with all components; remove it"
             )
-        return self
-
-
-class NetworkConfig(Native):
-    """The adapter. DeltaW is scaled by alpha / rank for every family and type."""
-
-    type: Literal["lora", "lokr"] = Field("lora", description="Adapter type.")
-    linear: int = Field(16, ge=1, le=4096, description="Rank for linear layers.")
-    linear_alpha: float | None = Field(
-        None, gt=0, le=65536, description="Alpha for linear layers; the scale is alpha / rank. Left out: the rank."
-    )
-    conv: int | None = Field(
-        None, ge=1, le=4096, description="Rank for convolutions, where the family has them. Left out: none are trained."
-    )
-    conv_alpha: float | None = Field(None, gt=0, le=65536, description="Alpha for convolutions. Left out: `conv`.")
-    lokr_full_rank: bool = Field(
-        True, description="LoKr only: keep the second factor whole. Rank and alpha then play no part (scale 1)."
-    )
-    lokr_factor: int = Field(
-        -1, ge=-1, le=4096, description="LoKr only: size of the first Kronecker factor; -1 takes the most even split."
-    )
-    dropout: float = Field(0.0, ge=0.0, lt=1.0, description="LoRA only: dropout before the down projection.")
-    only_if_contains: tuple[Line, ...] = Field(
-        (), max_length=64, description="Train only layers whose dotted name contains one of these."
-    )
-    ignore_if_contains: tuple[Line, ...] = Field(
-        (), max_length=64, description="Skip layers whose dotted name contains one of these; wins over the other list."
-    )
-
-    @model_validator(mode="after")
-    def _factor_is_not_zero(self) -> NetworkConfig:
-        if self.lokr_factor == 0:
-            raise ValueError("lokr_factor: 0 is neither -1 (most even split) nor a factor of at least 1")
         return self
 
 
@@ -220,10 +148,21 @@ class TrainConfig(Native):
     seed: int = Field(42, ge=0, le=2**31 - 1, description="Seed of noise, noise levels, order and dropout.")
 
 
+AdapterFormat = Literal["diffusers", "peft", "comfyui", "kohya"]
+
+
 class SaveConfig(Native):
     """Checkpoints and the final adapter."""
 
     dtype: Precision = Field(Precision.BF16, description="Number format of the exported adapter; checkpoints are fp32.")
+    formats: tuple[AdapterFormat, ...] = Field(
+        ("diffusers",),
+        min_length=1,
+        max_length=4,
+        description="Layouts of the final adapter, each with the same effect: diffusers (adapter.safetensors), peft "
+        "(peft/), comfyui (adapter.comfyui.safetensors), kohya (adapter.kohya.safetensors).",
+    )
+    weights_bin: bool = Field(False, description="Also write adapter_weights.bin, which torch.load reads.")
     save_every: int = Field(
         500, ge=1, le=10_000_000, description="Steps between checkpoints. May be changed while training."
     )
@@ -233,6 +172,12 @@ class SaveConfig(Native):
         le=1000,
         description="How many checkpoints are kept; older ones are removed. May be changed while training.",
     )
+
+    @model_validator(mode="after")
+    def _formats_differ(self) -> SaveConfig:
+        if len(set(self.formats)) < len(self.formats):
+            raise ValueError("formats: names a format twice; name each once")
+        return self
 
 
 class SampleConfig(Native):
@@ -274,6 +219,14 @@ class TrainerConfig(Native):
     sample: SampleConfig = Field(SampleConfig(), description="Sample pictures.")
 
     @model_validator(mode="after")
+    def _whole_models_have_one_format(self) -> TrainerConfig:
+        if self.network.type == "full" and set(self.save.formats) != {"diffusers"}:
+            raise ValueError(
+                "save.formats: network.type full ends in a whole denoiser, which has the format diffusers only"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _something_is_trained(self) -> TrainerConfig:
         if not self.train.train_unet and not self.train.train_text_encoder:
             raise ValueError(
@@ -282,6 +235,30 @@ class TrainerConfig(Native):
         if self.train.train_text_encoder:
             raise ValueError(
                 f"train.train_text_encoder: true is not supported for model.arch {self.model.arch}; set it to false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _two_experts_are_trained_with_fresh_adapters(self) -> TrainerConfig:
+        if self.model.arch != Arch.WAN22:
+            return self
+        refused = {
+            "network.type: full": self.network.type == "full",
+            f"network.init_from: {self.network.init_from}": self.network.init_from is not None,
+            "save.weights_bin: true": self.save.weights_bin,
+        }
+        for found, is_so in refused.items():
+            if is_so:
+                raise ValueError(f"{found} is not supported for model.arch wan22, which has two experts")
+        return self
+
+    @model_validator(mode="after")
+    def _assistants_need_additive_adapters(self) -> TrainerConfig:
+        types = {self.network.type, *(rule.type for rule in self.network.modules if rule.type is not None)}
+        if self.model.assistant_lora_path is not None and types & {"full", "dora"}:
+            raise ValueError(
+                "model.assistant_lora_path: can't be taken out again from under network.type full or dora, which do not "
+                "only add to the weights; use lora, lokr or loha"
             )
         return self
 

@@ -62,10 +62,17 @@ def _near(name: str, candidates: Sequence[str]) -> str | None:
 
 
 def _elsewhere(model: type[BaseModel], name: str, root: str) -> str | None:
-    """The one path at which a field of that name lies; None when there is none, or more than one."""
+    """The one path at which a field of that name lies; None when there is none, or more than one.
+
+    A field that refines one of the same name further up (the rank of a rule, below the rank of the network) doesn't count.
+    """
     wanted = ALIASES.get(name, name)
     found = [path for path in _all_fields(model, root) if path.rpartition(".")[2] == wanted]
-    return found[0] if len(found) == 1 else None
+    folders = [path.removesuffix(wanted) for path in found]
+    outermost = [
+        p for p, own in zip(found, folders, strict=True) if not any(own != f and own.startswith(f) for f in folders)
+    ]
+    return outermost[0] if len(outermost) == 1 else None
 
 
 def _all_fields(model: type[BaseModel], path: str) -> Iterator[str]:

@@ -184,3 +184,30 @@ def await_true(condition: Callable[[], bool], what: str, seconds: float = 240.0)
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
         time.sleep(0.02)
+
+
+def noisy_pictures(model: Any, seed: int = 0) -> tuple[Any, Any, Any]:
+    """Latents, noise levels and conditions of two pictures, as `velocity` takes them."""
+    import torch
+
+    channels, side = (16, 8) if type(model).__name__ == "ZImageModel" else (64, 4)
+    x = torch.randn(2, channels, side, side, generator=torch.Generator().manual_seed(seed))
+    return x, torch.tensor([0.3, 0.8]), model.collate([model.encode_text("a red cube")] * 2)
+
+
+def answer(model: Any, seed: int = 0) -> Any:
+    """The velocity of two noisy pictures."""
+    import torch
+
+    with torch.no_grad():
+        return model.velocity(*noisy_pictures(model, seed))
+
+
+def disturb(adapter: Any, seed: int = 1, std: float = 0.2) -> None:
+    """Gives every parameter another value, as training would; magnitudes stay near the norms they start at."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in adapter.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator) * std
+        parameter.data.copy_(parameter.data * (1 + noise) if name.endswith("magnitude_vector") else noise)

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from lora_api.config import NetworkConfig
+from lora_api.network import NetworkConfig
 from lora_trainer.export import export_final, load_into_pipeline
 from lora_trainer.networks import add_adapter
 

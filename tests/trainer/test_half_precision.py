@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lora_api.config import NetworkConfig
+from lora_api.network import NetworkConfig
 from lora_trainer.networks import add_adapter
 
 

@@ -8,27 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from lora_api.config import NetworkConfig
-from lora_trainer.networks import Targets, add_adapter, build_peft_config, resolve_targets
+from lora_api.network import NetworkConfig
+from lora_trainer.families.parts import Part
+from lora_trainer.networks import Adapter, Targets, add_adapter, build_peft_configs, plan_layers, resolve_targets
+from lora_trainer.networks.adapter import inject
+from tests.trainer.jobs import answer, disturb
 
 LORA = NetworkConfig(linear=4)
 LOKR = NetworkConfig(type="lokr")
 LOKR_LOW = NetworkConfig(type="lokr", lokr_full_rank=False, linear=2, linear_alpha=4)
-
-
-@torch.no_grad()
-def answer(model, seed: int = 0) -> torch.Tensor:
-    """The velocity of two noisy pictures."""
-    channels, side = (16, 8) if type(model).__name__ == "ZImageModel" else (64, 4)
-    x = torch.randn(2, channels, side, side, generator=torch.Generator().manual_seed(seed))
-    return model.velocity(x, torch.tensor([0.3, 0.8]), model.collate([model.encode_text("a red cube")] * 2))
-
-
-def disturb(adapter, seed: int = 1, std: float = 0.2) -> None:
-    """Gives every parameter a value, as training would."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in adapter.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
 @pytest.mark.parametrize("network", [LORA, LOKR, LOKR_LOW], ids=["lora", "lokr", "lokr-low"])
@@ -247,20 +235,26 @@ class WithConvolutions(nn.Module):
         self.conv = nn.Conv2d(8, 8, 3, padding=1)
 
 
-@pytest.mark.parametrize("kind", ["lora", "lokr"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr"])
 def test_convolutions_have_their_own_rank_and_alpha_where_a_family_has_them(kind):
-    from peft import inject_adapter_in_model
-
     denoiser = WithConvolutions()
     network = NetworkConfig(type=kind, lokr_full_rank=False, linear=2, linear_alpha=2, conv=1, conv_alpha=3)
-    assert resolve_targets(denoiser, ["proj", "conv"], NetworkConfig(type=kind)) == Targets(("proj",))
-    targets = resolve_targets(denoiser, ["proj", "conv"], network)
-    assert targets == Targets(("proj",), ("conv",))
-    inject_adapter_in_model(build_peft_config(network, targets), denoiser)
-    assert (denoiser.proj.scaling["default"], denoiser.conv.scaling["default"]) == (1.0, 3.0)
-    assert denoiser.conv.r["default"] == 1
+    parts = [Part("transformer", denoiser, ("proj", "conv"))]
+    assert resolve_targets(parts, NetworkConfig(type=kind)) == Targets(("proj",))
+    assert resolve_targets(parts, network) == Targets(("proj",), ("conv",))
+    x = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(0))
+    weight = denoiser.conv.weight.detach().clone()
+    layers = plan_layers(parts, network)
+    inject(denoiser, build_peft_configs(layers, network))
+    adapter = Adapter(parts, layers, network)
+    adapter.reset(0)
+    assert (adapter.factors("proj").scale, adapter.factors("conv").scale) == (1.0, 3.0)
+    assert adapter.factors("conv").rank == 1
+    disturb(adapter)
+    merged = nn.functional.conv2d(x, weight + adapter.delta_weight("conv"), denoiser.conv.bias, padding=1)
+    assert torch.allclose(denoiser.conv(x), merged, atol=1e-5)
 
 
 def test_default_targets_that_are_no_layers_are_refused():
     with pytest.raises(ValueError, match=r"\['mid'\]: not linear or convolution layers of WithConvolutions"):
-        resolve_targets(WithConvolutions(), ["proj", "mid"], LORA)
+        resolve_targets([Part("transformer", WithConvolutions(), ("proj", "mid"))], LORA)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lora_api.config import NetworkConfig
 from lora_api.exit_codes import ExitCode
+from lora_api.network import NetworkConfig
 from lora_trainer.export import export_final, load_into_pipeline
 from lora_trainer.families import ModelError, family_for
 from lora_trainer.networks import add_adapter

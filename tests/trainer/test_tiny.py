@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from lora_api.config import Arch
+from lora_api.archs import Arch
 from lora_trainer.tiny import make_tiny
 from lora_trainer.tiny.make import BUILDERS
 
@@ -77,7 +77,7 @@ def test_its_latents_have_about_unit_variance(arch, load_tiny):
 
 
 def test_an_adapter_learns_a_picture_quickly(load_tiny):
-    from lora_api.config import NetworkConfig
+    from lora_api.network import NetworkConfig
     from lora_trainer.networks import add_adapter
 
     model = load_tiny("zimage")

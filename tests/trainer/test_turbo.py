@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_api import layout
-from lora_api.config import NetworkConfig
 from lora_api.exit_codes import ExitCode
+from lora_api.network import NetworkConfig
 from lora_trainer.export import export_final, load_into_pipeline
 from lora_trainer.networks import add_adapter, merge_assistant
 from tests.trainer.families import PROMPT, load_pipe

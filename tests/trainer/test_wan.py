@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lora_api.config import NetworkConfig
+from lora_api.network import NetworkConfig
 from lora_trainer.export import export_files, load_into_pipeline
 from lora_trainer.families import ModelError, family_for
 from lora_trainer.networks import add_adapter

@@ -10,7 +10,8 @@ from importlib import metadata
 import pytest
 import torch
 
-from lora_api.config import Arch, NetworkConfig
+from lora_api.archs import Arch
+from lora_api.network import NetworkConfig
 from lora_trainer.families import Family, ModelError, family_for, known_archs
 from lora_trainer.networks import add_adapter
 

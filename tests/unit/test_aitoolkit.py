@@ -151,6 +151,12 @@ def test_every_decision_of_every_table_is_made_when_its_key_is_there():
                 assert bool(said) != decision.always_quiet, key
 
 
+def test_an_adapter_to_begin_with_becomes_the_warm_start():
+    found = convert(put(preset(), "network.pretrained_lora_path", "/adapters/old.safetensors"), {})
+    assert found.config["network"]["init_from"] == "/adapters/old.safetensors"
+    assert "pretrained_lora_path" not in found.config["network"]
+
+
 # ------------------------------------------------------------------ meanings that differ
 def test_aliases_become_our_names():
     raw = put(without(preset(), "network.linear"), "network.rank", 8)

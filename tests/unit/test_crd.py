@@ -83,6 +83,14 @@ def test_every_rule_speaks_of_a_field_that_exists(schema):
 
 VALIDATORS = {
     "NetworkConfig._factor_is_not_zero": "spec.config.network.lokr_factor",
+    "NetworkConfig._dropout_has_a_meaning": "spec.config.network.dropout",
+    "NetworkConfig._ranks_have_a_meaning": "spec.config.network.lokr_full_rank",
+    "NetworkConfig._full_has_no_ranks": "spec.config.network.modules",
+    "ModuleRule._frozen_layers_have_no_settings": "spec.config.network.modules[0].freeze",
+    "SaveConfig._formats_differ": "spec.config.save.formats",
+    "TrainerConfig._whole_models_have_one_format": "spec.config.save.formats",
+    "TrainerConfig._two_experts_are_trained_with_fresh_adapters": "spec.config.network.type",
+    "TrainerConfig._assistants_need_additive_adapters": "spec.config.model.assistant_lora_path",
     "TrainerConfig._something_is_trained": "spec.config.train.train_unet",
     "TrainerConfig._clips_need_a_video_family": "spec.config.sample.num_frames",
     "DatasetConfig.num_frames._clip_length": "spec.config.datasets[0].num_frames",
@@ -90,6 +98,7 @@ VALIDATORS = {
     "ModelConfig.name_or_path._hub_form": "spec.config.model.name_or_path",
     "ModelConfig.extras_name_or_path._hub_form": "spec.config.model.extras_name_or_path",
     "ModelConfig.assistant_lora_path._hub_form": "spec.config.model.assistant_lora_path",
+    "NetworkConfig.init_from._hub_form": "spec.config.network.init_from",
     "ModelConfig._a_file_has_extras": "spec.config.model.extras_name_or_path",
     "OutputSpec.path._no_dot_segments": "spec.output.path",
     "StoreSpec._fields_fit_the_type": "spec.stores[0].endpoint",

@@ -14,7 +14,7 @@ import typer
 from lora_trainer.stopping import STOP, Stopped
 
 app = typer.Typer(
-    help="Trains LoRA and LoKr adapters of diffusion models. Usually started by the LoRA Operator.",
+    help="Trains adapters of diffusion models: LoRA, DoRA, LoHa, LoKr, or all weights. Usually started by the LoRA Operator.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -24,7 +24,7 @@ app = typer.Typer(
 
 @app.callback()
 def _callback() -> None:
-    """Trains LoRA and LoKr adapters of diffusion models. Usually started by the LoRA Operator."""
+    """Trains adapters of diffusion models: LoRA, DoRA, LoHa, LoKr, or all weights. Usually started by the LoRA Operator."""
 
 
 @app.command(

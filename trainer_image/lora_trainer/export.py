@@ -1,4 +1,4 @@
-"""The final adapter: one safetensors file that diffusers takes as it is, and the loader that checks it did.
+"""The final weights as files, and the loader that checks that a pipeline got all of them.
 
 Several key layouts load without an error and without any effect, so loading here always ends in a comparison of what
 the file holds with what the denoiser got.
@@ -6,87 +6,114 @@ the file holds with what the denoiser got.
 
 from __future__ import annotations
 
-import json
+import io
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor
 
+from lora_trainer.export_layouts import ALPHA, AdapterFile, files_of
 from lora_trainer.families.base import BaseModel
-from lora_trainer.networks import Adapter, installed_adapter
+from lora_trainer.networks import Adapter, FullFineTune, Trainable, installed_adapter
+from lora_trainer.tensorfile import with_header
 
-FILE_NAME = "adapter{part}.safetensors"
-PREFIX = "transformer."
-FOREIGN_PREFIXES = (PREFIX, "diffusion_model.", "base_model.model.", "unet.")
-RESERVED = {"format", "lora_adapter_metadata"}
+FOREIGN_PREFIXES = ("transformer.", "diffusion_model.", "base_model.model.", "unet.")
+RESERVED = {"format", "lora_adapter_metadata", "sshs_model_hash"}
+WEIGHTS_BIN = "adapter_weights.bin"
 
 
 def export_final(
-    model: BaseModel, adapter: Adapter, folder: Path, *, dtype: torch.dtype, metadata: Mapping[str, str]
+    model: BaseModel,
+    trained: Trainable,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    metadata: Mapping[str, str],
+    formats: Sequence[str] = ("diffusers",),
+    weights_bin: bool = False,
 ) -> Path:
-    """As `export_files`, for the one file of most families; of several the first."""
-    return export_files(model, adapter, folder, dtype=dtype, metadata=metadata)[0]
+    """As `export_files`; the main file, the first."""
+    return export_files(
+        model, trained, folder, dtype=dtype, metadata=metadata, formats=formats, weights_bin=weights_bin
+    )[0]
 
 
 def export_files(
-    model: BaseModel, adapter: Adapter, folder: Path, *, dtype: torch.dtype, metadata: Mapping[str, str]
+    model: BaseModel,
+    trained: Trainable,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    metadata: Mapping[str, str],
+    formats: Sequence[str] = ("diffusers",),
+    weights_bin: bool = False,
 ) -> list[Path]:
-    """Writes `adapter.safetensors` into `folder`, whole or not at all; for two experts a file for each.
+    """Writes what was trained into `folder`, each file whole or not at all.
 
-    Keys are `transformer.<layer>.lora_A.weight` (or `.lokr_w1` ...). The scale alpha / rank is folded into the weights,
-    in fp32, and the adapter's configuration in the header says alpha = rank: programs that read it and programs that
-    don't give the same pictures. The number format is changed last.
+    Adapters are written in every layout of `formats` (see `export_layouts`); `adapter.safetensors` is that of
+    diffusers. A denoiser that was trained whole is written as the component `transformer/` of a diffusers pipeline. The
+    number format is changed last, and nothing is written unless every number is finite in it.
 
     Args:
-        model: The base model that holds the adapter.
-        adapter: What was trained.
+        model: The base model that holds what was trained.
+        trained: What was trained.
         folder: Created when it is missing.
-        dtype: Number format of the file.
-        metadata: Text that goes into the file's header: base model, arch, rank, alpha, trigger word, steps, seed,
-            versions.
+        dtype: Number format of the files.
+        metadata: Text that goes into the files' headers.
+        formats: Entries of `save.formats`.
+        weights_bin: Whether to write the tensors of the first format once more, for `torch.load`.
 
     Returns:
-        The files, in the order of the family's `export_parts`.
+        The files, those of the first format first.
 
     Raises:
         ValueError: A weight is not finite, or not any more in `dtype`; or `metadata` uses a reserved name.
     """
     if reserved := RESERVED & metadata.keys():
         raise ValueError(f"metadata: {', '.join(sorted(reserved))} is written by the export itself")
-    contents = {
-        name: _content(adapter, f"{component}." if len(model.export_parts) > 1 else "", dtype)
-        for name, component in model.export_parts.items()
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    files = []
-    for name, component in model.export_parts.items():
-        tensors, config = contents[name]
-        if not tensors:  # the layer filters left this expert as it was
-            continue
-        header = {
-            **metadata,
-            "format": "pt",
-            "lora_adapter_metadata": json.dumps(config, sort_keys=True),
-            "denoiser_class": type(getattr(model.pipe, component)).__name__,
-        }
-        files.append(_write(tensors, folder / FILE_NAME.format(part=name), header))
-    return files
+    with model.plain_weights():
+        files = _files(model, trained, formats)
+    for file in files:
+        file.tensors = {key: _cast(key, tensor, dtype) for key, tensor in file.tensors.items()}
+    for file in files:
+        data = with_header(file.tensors, {**metadata, **file.header})
+        _write(folder / file.name, data)
+        for name, text in file.texts.items():
+            _write(folder / name, text.encode())
+    if weights_bin:
+        buffer = io.BytesIO()
+        first = files[: len(_files(model, trained, formats[:1]))]
+        torch.save({key: tensor for file in first for key, tensor in file.tensors.items()}, buffer)
+        _write(folder / WEIGHTS_BIN, buffer.getvalue())
+    return [folder / file.name for file in files]
 
 
-def _content(adapter: Adapter, part: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and configuration of one file."""
-    tensors = {f"{PREFIX}{key}": _cast(key, value, dtype) for key, value in adapter.portable_state_dict(part).items()}
-    return tensors, {f"{PREFIX}{key}": value for key, value in adapter.portable_config(part).items()}
+def _files(model: BaseModel, trained: Trainable, formats: Sequence[str]) -> list[AdapterFile]:
+    if isinstance(trained, FullFineTune):
+        (part,) = trained.parts
+        name = f"{part.name}/diffusion_pytorch_model.safetensors"
+        config = {f"{part.name}/config.json": part.module.to_json_string()}  # type: ignore[operator]
+        return [AdapterFile(name, trained.whole_state_dict(), {"format": "pt"}, texts=config)]
+    assert isinstance(trained, Adapter)
+    return [file for form in formats for file in files_of(model, trained, form)]
+
+
+def portable_files(model: BaseModel, trained: Trainable) -> dict[str, bytes]:
+    """Files for a checkpoint whose adapter no other program can read as it is saved: diffusers' own, in fp32."""
+    if not isinstance(trained, Adapter) or "lora_adapter_metadata" in trained.checkpoint_header():
+        return {}
+    files = files_of(model, trained, "diffusers")
+    return {file.name.replace("adapter", "portable", 1): with_header(file.tensors, file.header) for file in files}
 
 
 def _cast(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    result = tensor.to(dtype).contiguous()
+    keeps = key.endswith(f".{ALPHA}") or not tensor.is_floating_point()
+    result = tensor.detach().cpu().to(tensor.dtype if keeps else dtype).contiguous()
     if not torch.isfinite(result).all():
         why = f"does not fit into {dtype}" if torch.isfinite(tensor).all() else "is not finite"
         raise ValueError(
@@ -95,12 +122,13 @@ def _cast(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def _write(tensors: dict[str, Tensor], target: Path, header: dict[str, str]) -> Path:
+def _write(target: Path, data: bytes) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
     handle, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
     os.close(handle)
     try:
         with Path(scratch).open("wb") as file:
-            file.write(_sorted_header(save(tensors, metadata=header)))
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         Path(scratch).chmod(0o644)
@@ -108,17 +136,6 @@ def _write(tensors: dict[str, Tensor], target: Path, header: dict[str, str]) -> 
     except BaseException:
         Path(scratch).unlink(missing_ok=True)
         raise
-    return target
-
-
-def _sorted_header(data: bytes) -> bytes:
-    """The same safetensors file with its metadata in the order of names: the library's order differs at every call."""
-    size_bytes = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size_bytes])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
-    return len(text).to_bytes(8, "little") + text + data[8 + size_bytes :]
 
 
 def load_into_pipeline(pipe: Any, file: Path, *, name: str = "adapter", component: str = "transformer") -> int:
@@ -156,10 +173,25 @@ def _load(pipe: Any, file: Path, expected: Mapping[str, Tensor], name: str, comp
     """Most pipelines take LoRA only; their denoisers take LoKr as well."""
     takes_lokr = type(pipe).__name__.startswith(("Flux2", "ZImage"))
     if any(".lokr_" in key for key in expected) and not takes_lokr:
-        getattr(pipe, component).load_lora_adapter(str(file), prefix=PREFIX.removesuffix("."), adapter_name=name)
+        getattr(pipe, component).load_lora_adapter(str(file), prefix="transformer", adapter_name=name)
         return
     into = {"load_into_transformer_2": True} if component == "transformer_2" else {}
     pipe.load_lora_weights(str(file), adapter_name=name, **into)
+
+
+def load_all_into_pipeline(pipe: Any, files: Sequence[Path], *, name: str = "adapter") -> int:
+    """Loads several files of one job, those of its kinds of adapters, and switches all of them on.
+
+    Returns:
+        The number of layers that hold an adapter now.
+
+    Raises:
+        ValueError: As `load_into_pipeline`.
+    """
+    names = [f"{name}-{number}" for number in range(len(files))]
+    count = sum(load_into_pipeline(pipe, file, name=each) for file, each in zip(files, names, strict=True))
+    pipe.set_adapters(names)
+    return count
 
 
 def _difference(denoiser: torch.nn.Module, name: str, expected: dict[str, Tensor]) -> str | None:

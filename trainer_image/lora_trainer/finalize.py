@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import tempfile
 from collections.abc import Callable
@@ -18,7 +17,8 @@ from lora_api.run import FinalManifest, RunConfig, config_hash
 from lora_api.store import Store
 from lora_trainer import clock
 from lora_trainer.checkpoint import entry
-from lora_trainer.export import export_files
+from lora_trainer.export import export_final
+from lora_trainer.export_metadata import base_revision, header_of
 from lora_trainer.fence import Fence
 from lora_trainer.prepare import Prepared
 from lora_trainer.runtime import TORCH_DTYPE
@@ -71,14 +71,22 @@ def finish(
         folder = Path(scratch)
         report("exporting the adapter")
         facts = facts_of(prepared, run, step)
-        header = {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
-        adapters = export_files(
-            prepared.model, prepared.adapter, folder, dtype=TORCH_DTYPE[run.config.save.dtype], metadata=header
+        save = run.config.save
+        adapter = export_final(
+            prepared.model,
+            prepared.adapter,
+            folder,
+            dtype=TORCH_DTYPE[save.dtype],
+            metadata=header_of(facts, run.config, name=run.job_name, completed_at=clock.now()),
+            formats=save.formats,
+            weights_bin=save.weights_bin,
         )
+        exported = sorted(path for path in folder.rglob("*") if path.is_file())
         (folder / "config.json").write_text(run.config.model_dump_json(indent=1))
         (folder / "metadata.yaml").write_text(yaml.safe_dump(facts, sort_keys=False, allow_unicode=True))
         drawn = draw(prepared, settings.sample, folder / "samples", report) if prepared.conditions else []
-        files = {path.name: path for path in (*adapters, folder / "config.json", folder / "metadata.yaml")}
+        exported += [folder / "config.json", folder / "metadata.yaml"]
+        files = {path.relative_to(folder).as_posix(): path for path in exported}
         samples = {f"sample-{path.name}": path for path in drawn}
         for number, (name, path) in enumerate((files | samples).items(), 1):
             report(f"writing {number}/{len(files) + len(samples)} files")
@@ -90,7 +98,7 @@ def finish(
             uid=run.uid,
             config_hash=config_hash(run.config),
             completed_at=clock.now(),
-            adapter=adapters[0].name,
+            adapter=adapter.relative_to(folder).as_posix(),
             samples=tuple(samples),
             files=tuple(entry(name, path.read_bytes()) for name, path in (files | samples).items()),
         )
@@ -104,7 +112,11 @@ def facts_of(prepared: Prepared, run: RunConfig, step: int) -> dict[str, Any]:
     return {
         "job": f"{run.namespace}/{run.job_name}",
         "base_model": config.model.name_or_path,
+        "base_model_hash": prepared.model.denoiser_identity,
+        "base_model_revision": base_revision(prepared.model.folder),
         "arch": str(config.model.arch),
+        "rank": config.network.linear,
+        "alpha": config.network.linear_alpha or config.network.linear,
         "network": config.network.model_dump(mode="json"),
         "trigger_word": config.trigger_word or "",
         "dataset_digest": prepared.data_digest,

@@ -85,7 +85,7 @@ class Loop:
     def __post_init__(self) -> None:
         self._parameters: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._scaled = self.config.train.dtype is Precision.FP16
-        self._dropout = self.config.network.type == "lora" and self.config.network.dropout > 0
+        self._dropout = self.config.network.dropout > 0
 
     def run(self) -> bool:
         """Trains; returns False when it was asked to stop before the last step.
@@ -156,7 +156,7 @@ class Loop:
             if 0 < train.max_grad_norm < agreed.grad_norm:
                 clip_grads_with_norm_(self._parameters, train.max_grad_norm, norm, foreach=True)
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group.get("lr_scale", 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
         state.step += 1

@@ -28,7 +28,7 @@ from lora_trainer.stopping import StopRequest
 
 if TYPE_CHECKING:
     from lora_trainer.families.base import BaseModel, Family
-    from lora_trainer.networks import Adapter
+    from lora_trainer.networks import Trainable
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Prepared:
     """What the loop and the samples need."""
 
     model: BaseModel
-    adapter: Adapter
+    adapter: Trainable
     samples: list[Sample]
     cache: TensorCache
     data_digest: str
@@ -61,6 +61,7 @@ class Preparation:
         group: All ranks.
         reporter: Told what is being done.
         stop: Checked between pictures.
+        fresh: Whether training begins here; False where a checkpoint will replace the start values.
     """
 
     run: RunConfig
@@ -70,6 +71,7 @@ class Preparation:
     group: Group
     reporter: Reporter
     stop: StopRequest
+    fresh: bool = True
 
     def prepare(self) -> Prepared:
         """Everything the loop needs.
@@ -100,7 +102,7 @@ class Preparation:
         prompts = tuple(fill_trigger(prompt, config.trigger_word) for prompt in config.sample.prompts)
         cache = TensorCache(self.environment.cache_folder / "tensors")
         self._encode(samples, prompts, model, cache)
-        adapter = _add_adapter(model, self.run)
+        adapter = _add_adapter(model, self.run, self._first_adapter())
         if config.train.gradient_checkpointing:
             model.enable_gradient_checkpointing()
         conditions = [cache.load(text_key(prompt, model.text_identity)) for prompt in prompts]
@@ -120,6 +122,7 @@ class Preparation:
             self.group.wait(self.stop.check)
         model_folder = self._sources.model(self.run.config.model)
         self._sources.assistant(self.run.config.model)
+        self._first_adapter()
         datasets = self.run.config.datasets
         folders = [
             self._sources.dataset(each.folder_path, f"config.datasets[{n}].folder_path")
@@ -149,6 +152,13 @@ class Preparation:
             self._say,
             download=environment.local_rank == 0,
         )
+
+    def _first_adapter(self) -> Path | None:
+        """The local file of `network.init_from`; None where nothing begins with it."""
+        location = self.run.config.network.init_from
+        if location is None or not self.fresh:
+            return None
+        return self._sources.file(location, "config.network.init_from")
 
     def _take_assistant(self, family: Family, model: BaseModel) -> None:
         """Merges the training adapter; says so where a distilled model has none."""
@@ -185,10 +195,18 @@ def _family(arch: str) -> Family:
         raise ConfigurationError(f"config.{error}") from error
 
 
-def _add_adapter(model: BaseModel, run: RunConfig) -> Adapter:
-    from lora_trainer.networks import add_adapter
+def _add_adapter(model: BaseModel, run: RunConfig, first: Path | None) -> Trainable:
+    from lora_trainer.networks import add_adapter, train_all, warm_start
 
+    network = run.config.network
     try:
-        return add_adapter(model, run.config.network, seed=run.config.train.seed)
+        if network.type == "full":
+            adapter: Trainable = train_all(model, network)
+        else:
+            adapter = add_adapter(model, network, seed=run.config.train.seed)
+        if first is not None:
+            with model.plain_weights():
+                warm_start(model, adapter, first)
     except ValueError as error:
         raise ConfigurationError(f"config.{error}") from error
+    return adapter

@@ -16,6 +16,7 @@ from lora_trainer.control import ControlWatch
 from lora_trainer.data.sampler import BatchOrder
 from lora_trainer.data.stream import Batches, BatchMaker, SampleReader, Share, batches_ahead
 from lora_trainer.errors import CheckpointIntegrityError, TransientError
+from lora_trainer.export import portable_files
 from lora_trainer.fence import Fence
 from lora_trainer.finalize import finish, put_samples
 from lora_trainer.loop import Loop
@@ -67,8 +68,9 @@ class Session:
         reporter, stop = self.start.reporter, self.start.stop
         reporter.enter("PreparingData", "importing libraries")
         self.prepared = Preparation(
-            self.run, self.start.environment, self.credentials, self.group.device, self.group, reporter, stop
-        ).prepare()
+            self.run, self.start.environment, self.credentials, self.group.device, self.group, reporter, stop,
+            fresh=self.beginning.manifest_key is None,
+        ).prepare()  # fmt: skip
         self._restore()
         stop.check()
         with stop.deferred():
@@ -90,7 +92,9 @@ class Session:
     def _restore(self) -> None:
         """Optimizer, counters and settings, from the checkpoint if there is one."""
         self.settings = self.beginning.settings
-        self.optimizer = build_optimizer(self.prepared.adapter.parameters(), self.run.config.train)
+        self.optimizer = build_optimizer(
+            self.prepared.adapter.optimizer_groups(self.run.config.train.lr), self.run.config.train
+        )
         self.state = TrainState()
         if self.beginning.manifest_key is not None:
             found, self.newest = self.newest or self._read_again(self.beginning.manifest_key), None
@@ -158,6 +162,7 @@ class Session:
             reporter = self.start.reporter
             reporter.detail(f"saving step {self.state.step}")
             files = pack(self.prepared.adapter, self.optimizer, self.state, self._facts())
+            files |= portable_files(self.prepared.model, self.prepared.adapter)
             manifest = checkpoint.commit(
                 self.store,
                 self.fence,

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from lora_api.config import TrainConfig
 from lora_trainer.checkpoint import ADAPTER, OPTIMIZER, STATE
+from lora_trainer.tensorfile import with_header
 
 if TYPE_CHECKING:
-    from lora_trainer.networks import Adapter
+    from lora_trainer.networks import Trainable
 
 _VERSION = 1
 
@@ -31,8 +32,15 @@ class TrainState:
     good_steps: int = 0  # fp16 only: updates since the scale last changed
 
 
-def build_optimizer(parameters: list[torch.nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over the adapter, in fp32."""
+def build_optimizer(
+    parameters: list[torch.nn.Parameter] | list[dict[str, Any]], config: TrainConfig
+) -> torch.optim.AdamW:
+    """AdamW over the adapter, in fp32.
+
+    Args:
+        parameters: Plain, or in groups as `Trainable.optimizer_groups` makes them.
+        config: Rates and moments.
+    """
     return torch.optim.AdamW(
         parameters,
         lr=config.lr,
@@ -44,25 +52,28 @@ def build_optimizer(parameters: list[torch.nn.Parameter], config: TrainConfig) -
 
 
 def pack(
-    adapter: Adapter, optimizer: torch.optim.Optimizer, state: TrainState, extra: Mapping[str, Any]
+    adapter: Trainable, optimizer: torch.optim.Optimizer, state: TrainState, extra: Mapping[str, Any]
 ) -> dict[str, bytes]:
-    """The files of a checkpoint.
+    """The files of a checkpoint. That of the adapter is a file that diffusers loads, unless its header says otherwise.
 
     Args:
         adapter: Saved in fp32.
-        optimizer: Its state is named by the parameters' positions, which `Adapter.parameters` fixes.
+        optimizer: Its state is named by the parameters' positions, which `Trainable` fixes.
         state: Counters.
         extra: Facts for people and for checks: settings in force, data digest, versions.
     """
     counters = {"version": _VERSION, **asdict(state), **extra}
     return {
-        ADAPTER: save(adapter.state_dict(), metadata={"step": str(state.step)}),
+        ADAPTER: with_header(
+            adapter.checkpoint_tensors(),
+            {"step": str(state.step), **adapter.checkpoint_header()},
+        ),
         OPTIMIZER: save(_flat(optimizer)),
         STATE: json.dumps(counters, indent=1, sort_keys=True).encode(),
     }
 
 
-def unpack(files: Mapping[str, bytes], adapter: Adapter, optimizer: torch.optim.Optimizer) -> TrainState:
+def unpack(files: Mapping[str, bytes], adapter: Trainable, optimizer: torch.optim.Optimizer) -> TrainState:
     """Puts a checkpoint's files into adapter and optimizer; returns the counters.
 
     Raises:
@@ -71,7 +82,7 @@ def unpack(files: Mapping[str, bytes], adapter: Adapter, optimizer: torch.optim.
     counters = json.loads(files[STATE])
     if counters["version"] != _VERSION:
         raise ValueError(f"{STATE}: version {counters['version']} found, {_VERSION} expected")
-    adapter.load_state_dict(load(files[ADAPTER]))
+    adapter.load_checkpoint_tensors(load(files[ADAPTER]))
     nested: dict[int, dict[str, Tensor]] = {}
     for name, tensor in load(files[OPTIMIZER]).items():
         position, _, key = name.partition(".")

@@ -39,7 +39,6 @@ LOGGING: Table = {
 
 NETWORK: Table = {
     "transformer_only": Refused("adapting layers outside the main blocks", off=(True,)),
-    "pretrained_lora_path": Refused("beginning from an existing adapter"),
     "all_layers": Refused("adapting every layer"),
     "old_lokr_format": Refused("the old LoKr file format"),
     "split_multistage_loras": Ignored("there is one adapter", quiet=(True,)),

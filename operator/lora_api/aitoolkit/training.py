@@ -8,7 +8,9 @@ from typing import Any
 
 from lora_api.aitoolkit import tables
 from lora_api.aitoolkit.findings import Block, Findings
-from lora_api.config import Arch, ModelConfig, NetworkConfig, SaveConfig, TrainConfig
+from lora_api.archs import Arch
+from lora_api.config import ModelConfig, SaveConfig, TrainConfig
+from lora_api.network import NetworkConfig
 from lora_api.suggestions import VALUE_ALIASES, choices_of
 from lora_api.wording import short
 

@@ -18,6 +18,7 @@ from lora_operator.local.run import Outcome
 _LAST_LINES = 15
 _TAIL_BYTES = 1 << 16
 _FOLLOW_SECONDS = 0.3
+_EXPERTS = ("_high_noise", "_low_noise")
 
 
 def closing_lines(outcome: Outcome, state: LocalState, command: str) -> list[str]:
@@ -90,12 +91,42 @@ def follow(state: LocalState) -> Iterator[str]:
 
 
 def diffusers_lines(base_model: str, adapter: str) -> list[str]:
-    """How the adapter is loaded."""
-    return [
+    """How the result is loaded: an adapter with the files of its further kinds and experts, or a whole denoiser.
+
+    Nothing for layouts that diffusers was not asked for.
+    """
+    folder, _, name = adapter.rpartition("/")
+    if name == "diffusion_pytorch_model.safetensors":
+        return [
+            "from diffusers import AutoModel, DiffusionPipeline",
+            f'denoiser = AutoModel.from_pretrained("{folder}")',
+            f'pipe = DiffusionPipeline.from_pretrained("{base_model}", transformer=denoiser)',
+        ]
+    experts = [f"adapter{ending}.safetensors" for ending in _EXPERTS]
+    if name not in ("adapter.safetensors", *experts):
+        return []
+    lines = [
         "from diffusers import DiffusionPipeline",
         f'pipe = DiffusionPipeline.from_pretrained("{base_model}")',
-        f'pipe.load_lora_weights("{adapter}")',
     ]
+    endings = _EXPERTS if name in experts else ("",)
+    candidates = [f"adapter{ending}{kind}" for ending in endings for kind in ("", ".dora", ".lokr")]
+    found = {each: f"{folder}/{each}.safetensors" for each in candidates}
+    files = {_short(each): file for each, file in found.items() if file == adapter or Path(file).is_file()}
+    if len(files) == 1:
+        return [*lines, f'pipe.load_lora_weights("{adapter}"{_into(adapter)})']
+    lines += [f'pipe.load_lora_weights("{file}", adapter_name="{short}"{_into(file)})' for short, file in files.items()]
+    return [*lines, f"pipe.set_adapters({list(files)})"]
+
+
+def _short(name: str) -> str:
+    """A name inside the pipeline for an adapter file: `first`, `lokr`, `high_noise`, `high_noise_lokr`."""
+    return name.removeprefix("adapter").strip("._").replace(".", "_") or "first"
+
+
+def _into(file: str) -> str:
+    """What the loader is told for the second of two experts."""
+    return ", load_into_transformer_2=True" if f"/adapter{_EXPERTS[1]}." in file else ""
 
 
 def _success_lines(outcome: Outcome, state: LocalState) -> list[str]:
@@ -116,11 +147,8 @@ def _success_lines(outcome: Outcome, state: LocalState) -> list[str]:
     facts += [("log", str(log))] if log else []
     lines += [f"  {name:<12} {text}" for name, text in facts]
     model = outcome.job["spec"]["config"]["model"]["name_or_path"]
-    return [
-        *lines,
-        "Load it with diffusers:",
-        *(f"    {line}" for line in diffusers_lines(model, output.adapter or "")),
-    ]
+    how = diffusers_lines(model, output.adapter or "")
+    return [*lines, "Load it with diffusers:", *(f"    {line}" for line in how)] if how else lines
 
 
 def _failure_lines(outcome: Outcome, state: LocalState) -> list[str]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lora_api.config import Arch
+from lora_api.archs import Arch
 from lora_trainer.commandline.refusal import Refusal
 
 INDEX = "model_index.json"

@@ -28,6 +28,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lora_trainer.families.folder import content_identity, load_part, load_single_files
+from lora_trainer.families.original import Original
+from lora_trainer.families.parts import Part
 
 if TYPE_CHECKING:
     from lora_trainer.networks.assistant import Assistant
@@ -97,6 +99,18 @@ class BaseModel(ABC):
     @abstractmethod
     def default_targets(self) -> list[str]:
         """Full dotted names, inside the denoiser, of the layers that adapters change unless told otherwise."""
+
+    def original_layer(self, layer: str) -> Original:
+        """Where a layer of a denoiser lies in the model as it was first published; by default the names agree.
+
+        Args:
+            layer: Its name inside its component.
+        """
+        return Original(layer)
+
+    def comfyui_layer(self, layer: str) -> Original:
+        """The same as ComfyUI's adapter files name it."""
+        return self.original_layer(layer)
 
     @abstractmethod
     def _embed_caption(self, caption: str) -> dict[str, Tensor]:
@@ -182,12 +196,27 @@ class BaseModel(ABC):
         return content_identity(self.folder / "vae", salt=f"{type(self).__name__}:latents:{self.recipe}")
 
     @cached_property
+    def denoiser_identity(self) -> str:
+        """Names the denoiser's weights. For the records of an adapter."""
+        return content_identity(*(self.folder / name for name in self.export_parts.values()), salt="")
+
+    @cached_property
     def text_identity(self) -> str:
         """Names what `encode_text` computes: text encoder, tokenizer, length and number format. For cache keys."""
         salt = f"{type(self).__name__}:text:{self.recipe}:{self.text_tokens}:{self.dtype}"
         return content_identity(self.folder / "text_encoder", self.folder / "tokenizer", salt=salt)
 
     # ------------------------------------------------------------------ training
+    def parts(self) -> list[Part]:
+        """The components that can be trained; asked before they hold adapters, whose layers are no targets."""
+        targets, several = self.default_targets(), len(self.export_parts) > 1
+        parts = []
+        for ending, name in self.export_parts.items():
+            prefix = f"{name}." if several else ""
+            mine = tuple(target.removeprefix(prefix) for target in targets if target.startswith(prefix))
+            parts.append(Part(name, getattr(self.pipe, name), mine, prefix, ending))
+        return parts
+
     @property
     def trainable_denoiser(self) -> nn.Module:
         """What `velocity` calls."""
@@ -267,7 +296,7 @@ class BaseModel(ABC):
         embeds = self.collate([condition])
         negative = None if negative_condition is None else self.collate([negative_condition])
         options = {"num_frames": num_frames} if self.makes_clips else {}
-        with self._without_autocast(), evaluating(self.denoiser), self._sampling_weights():
+        with self._without_autocast(), evaluating(self.denoiser), self.plain_weights():
             x_BChw = self._draw_latents(
                 embeds,
                 negative,
@@ -287,8 +316,8 @@ class BaseModel(ABC):
         frames: list[Image.Image] = self.pipe.image_processor.postprocess(pixels_BCHW, output_type="pil")
         return frames
 
-    def _sampling_weights(self) -> contextlib.AbstractContextManager[None]:
-        """The weights that samples are drawn with: those that the exported adapter will meet."""
+    def plain_weights(self) -> contextlib.AbstractContextManager[None]:
+        """The weights that the exported adapter will meet, inside: without the training adapter."""
         return contextlib.nullcontext() if self.assistant is None else self.assistant.taken_out()
 
     def _without_autocast(self) -> torch.autocast:

@@ -23,11 +23,31 @@ from torch import Tensor, nn
 
 from lora_trainer.families.base import BaseModel, Conditioning, Family, load_pipeline
 from lora_trainer.families.folder import Layout, ModelError, check_folder
+from lora_trainer.families.original import Original, renamed
 
 LAYOUT = Layout(pipelines=("Flux2KleinPipeline",))
 
 TEXT_WIDTH = {"flux2_klein_4b": 3 * 2560, "flux2_klein_9b": 3 * 4096}
 """Width of the text input of the released models: three layers of Qwen3-4B and of Qwen3-8B."""
+
+STARTS = {"transformer_blocks.": "double_blocks.", "single_transformer_blocks.": "single_blocks."}
+ENDS: dict[str, str | tuple[str, int, int]] = {
+    "attn.to_q": ("img_attn.qkv", 0, 3),
+    "attn.to_k": ("img_attn.qkv", 1, 3),
+    "attn.to_v": ("img_attn.qkv", 2, 3),
+    "attn.add_q_proj": ("txt_attn.qkv", 0, 3),
+    "attn.add_k_proj": ("txt_attn.qkv", 1, 3),
+    "attn.add_v_proj": ("txt_attn.qkv", 2, 3),
+    "attn.to_out.0": "img_attn.proj",
+    "attn.to_add_out": "txt_attn.proj",
+    "ff.linear_in": "img_mlp.0",
+    "ff.linear_out": "img_mlp.2",
+    "ff_context.linear_in": "txt_mlp.0",
+    "ff_context.linear_out": "txt_mlp.2",
+    "attn.to_qkv_mlp_proj": "linear1",
+    "attn.to_out": "linear2",
+}
+"""Layers of the blocks in diffusers and in the original model, whose attention has one layer for q, k and v."""
 
 
 class Flux2KleinModel(BaseModel):
@@ -79,6 +99,10 @@ class Flux2KleinModel(BaseModel):
         """Every linear layer of the double-stream and single-stream blocks."""
         blocks = ("transformer_blocks.", "single_transformer_blocks.")
         return [n for n, m in self.denoiser.named_modules() if isinstance(m, nn.Linear) and n.startswith(blocks)]
+
+    def original_layer(self, layer: str) -> Original:
+        """See `BaseModel.original_layer`."""
+        return renamed(layer, STARTS, ENDS)
 
     def _embed_caption(self, caption: str) -> dict[str, Tensor]:
         embeds_BLD, _ = self.pipe.encode_prompt([caption], device=self.device, max_sequence_length=self.text_tokens)

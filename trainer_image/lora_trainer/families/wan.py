@@ -16,6 +16,7 @@ References:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,8 +26,17 @@ from torch import Tensor, nn
 
 from lora_trainer.families.base import BaseModel, Conditioning, Family, load_pipeline
 from lora_trainer.families.folder import Layout, ModelError, check_folder
+from lora_trainer.families.original import Original, renamed
 
 TIME_SCALE = 1000
+STARTS = {"blocks.": "blocks."}
+ENDS: Mapping[str, str | tuple[str, int, int]] = {
+    f"{ours}.{name}": f"{theirs}.{short}"
+    for ours, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))
+    for name, short in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o"))
+} | {"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"}
+"""Names of the original layers, by ours."""
+
 ONE = Layout(pipelines=("WanPipeline",))
 TWO = Layout(pipelines=("WanPipeline",), weights=("transformer", "transformer_2", "vae", "text_encoder"))
 
@@ -79,6 +89,10 @@ class WanModel(BaseModel):
     def default_targets(self) -> list[str]:
         """Every linear layer of the blocks."""
         return [n for n, m in self.denoiser.named_modules() if isinstance(m, nn.Linear) and "blocks." in n]
+
+    def original_layer(self, layer: str) -> Original:
+        """See `BaseModel.original_layer`."""
+        return renamed(layer, STARTS, ENDS)
 
     def _vae_pixels(self, pixels: Tensor) -> Tensor:
         return pixels if pixels.ndim == 5 else pixels.unsqueeze(2)

@@ -23,8 +23,18 @@ from torch import Tensor, nn
 
 from lora_trainer.families.base import BaseModel, Conditioning, Family, load_pipeline
 from lora_trainer.families.folder import Layout, check_folder
+from lora_trainer.families.original import Original, renamed
 
 LAYOUT = Layout(pipelines=("ZImagePipeline",))
+
+STARTS = {name: name for name in ("layers.", "noise_refiner.", "context_refiner.")}
+ENDS: dict[str, str | tuple[str, int, int]] = {
+    "attention.to_q": ("attention.qkv", 0, 3),
+    "attention.to_k": ("attention.qkv", 1, 3),
+    "attention.to_v": ("attention.qkv", 2, 3),
+    "attention.to_out.0": "attention.out",
+}
+"""Layers of the blocks whose names differ in diffusers and in the original model."""
 
 
 class ZImageModel(BaseModel):
@@ -54,6 +64,14 @@ class ZImageModel(BaseModel):
     def default_targets(self) -> list[str]:
         """Every linear layer of the main blocks; the refiners before them stay as they are."""
         return [n for n, m in self.denoiser.named_modules() if isinstance(m, nn.Linear) and n.startswith("layers.")]
+
+    def original_layer(self, layer: str) -> Original:
+        """See `BaseModel.original_layer`."""
+        return renamed(layer, STARTS, ENDS)
+
+    def comfyui_layer(self, layer: str) -> Original:
+        """ComfyUI takes this family's split layers under their diffusers names, and so does diffusers."""
+        return Original(layer)
 
     def _embed_caption(self, caption: str) -> dict[str, Tensor]:
         # the pipeline writes into the list it is given: it gets one of its own

@@ -1,139 +1,130 @@
-"""An adapter inside a denoiser: its parameters in a fixed order, its state, and the form it is exported in.
-
-Adapter parameters are fp32 whatever the base model is: updates of 1e-4 would vanish in bf16.
-"""
+"""Adapters inside a denoiser, of one type or of several: their factors, their start, and their strength."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.networks.spec import build_peft_config, resolve_targets
+from lora_trainer.families.parts import Part, by_part
+from lora_trainer.networks.factors import MAGNITUDE, Factors, start_value
+from lora_trainer.networks.portable import file_config
+from lora_trainer.networks.spec import Layer, build_peft_configs, plan_layers
+from lora_trainer.networks.trainable import Trainable
 
 if TYPE_CHECKING:
-    from lora_api.config import NetworkConfig
+    from lora_api.network import NetworkConfig
     from lora_trainer.families.base import BaseModel
 
 NAME = "default"
-"""peft's name of the adapter that is trained."""
+"""peft's name of the adapter that is trained; the same for all types, so that one switch moves all."""
 
-ZERO_AT_START = (".lora_B.", ".lokr_w2.", ".lokr_w2_b.")
-"""Factors that start at zero, so that DeltaW is zero and the first output is the base model's."""
+READ_BY_DIFFUSERS = {"lora", "dora", "lokr"}
 
 
 def add_adapter(model: BaseModel, network: NetworkConfig, *, seed: int) -> Adapter:
-    """Puts a fresh adapter into the denoiser of `model`, in place; the denoiser's output does not change yet.
+    """Puts fresh adapters into the denoiser of `model`, in place; the denoiser's output does not change yet.
+
+    dora divides by a norm and multiplies by it again: its first output is the base model's but for rounding.
 
     The start values depend on `seed` and the layers alone: not on the global generator, which is left as it was, and
     not on the base model's number format or device.
 
     Args:
         model: A loaded base model without an adapter.
-        network: Type, rank, alpha and layers.
+        network: Type, rank, alpha and layers; not `full`.
         seed: Of the start values.
 
     Raises:
-        ValueError: The layer filters of `network` match nothing, or the model has an adapter already.
+        ValueError: A filter or a pattern of `network` matches nothing, or the model has an adapter already.
     """
-    from peft import inject_adapter_in_model
-
-    denoiser = model.denoiser
-    if getattr(denoiser, "peft_config", None):
+    parts = model.parts()
+    if any(getattr(part.module, "peft_config", None) for part in parts):
         raise ValueError("the denoiser has an adapter already")
-    targets = resolve_targets(denoiser, model.default_targets(), network)
-    config = build_peft_config(network, targets)
-    with torch.random.fork_rng(devices=[]):
-        if hasattr(denoiser, "add_adapter"):
-            denoiser.add_adapter(config, NAME)  # type: ignore[operator]
-        else:  # a container of several denoisers
-            inject_adapter_in_model(config, denoiser, NAME)
-    adapter = Adapter(denoiser, config)
-    assert adapter.modules == sorted(targets.all), "peft changed other layers than it was told to"
+    layers = {layer.name: layer for layer in plan_layers(parts, network)}
+    for part, names in by_part(parts, layers):
+        mine = tuple(replace(layers[name], name=part.inner(name)) for name in names)
+        with torch.random.fork_rng(devices=[]):
+            inject(part.module, build_peft_configs(mine, network))
+    adapter = Adapter(parts, tuple(layers.values()), network)
     adapter.reset(seed)
     return adapter
 
 
-class Adapter:
-    """The trained part of a denoiser.
+def inject(denoiser: nn.Module, configs: list[Any]) -> None:
+    """Puts adapters of several configurations, for different layers, under one name into a denoiser."""
+    from peft import inject_adapter_in_model
+
+    first, *others = configs
+    if hasattr(denoiser, "add_adapter"):
+        denoiser.add_adapter(first, NAME)  # type: ignore[operator]
+    else:
+        inject_adapter_in_model(first, denoiser, NAME)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # disjoint layers, as intended
+        for config in others:
+            inject_adapter_in_model(config, denoiser, NAME)
+
+
+class Adapter(Trainable):
+    """The adapters in a denoiser.
 
     Attributes:
-        modules: Dotted names of the layers that it changes, sorted.
+        layers: What is done to each layer, by its name.
+        network: The configuration it was made from.
     """
 
-    def __init__(self, denoiser: nn.Module, config: Any) -> None:
+    def __init__(self, parts: Sequence[Part], layers: tuple[Layer, ...], network: NetworkConfig) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        self._config = config
-        self._layers: dict[str, Any] = {n: m for n, m in denoiser.named_modules() if isinstance(m, BaseTunerLayer)}
-        self.modules = sorted(self._layers)
-        named = ((n, p) for n, p in denoiser.named_parameters() if p.requires_grad)
-        self._parameters = {_state_key(n): p for n, p in sorted(named)}
-        for parameter in self._parameters.values():
-            parameter.data = parameter.data.float()
+        planned = {layer.name: layer for layer in layers}
+        self.modules = [name for _, names in by_part(parts, sorted(planned)) for name in names]
+        self.layers = {name: planned[name] for name in self.modules}
+        self.network = network
+        inside = ((f"{part.prefix}{n}", m) for part in parts for n, m in part.module.named_modules())
+        found: dict[str, Any] = {name: module for name, module in inside if isinstance(module, BaseTunerLayer)}
+        assert sorted(found) == sorted(self.modules), "peft changed other layers than it was told to"
+        self._layers = {name: found[name] for name in self.modules}
+        self._keys: dict[str, list[str]] = {}
+        parameters, rates = {}, {}
+        for name, module in self._layers.items():
+            self._keys[name] = []
+            for inner, parameter in module.named_parameters():
+                if inner.startswith("base_layer."):
+                    continue
+                key = f"{name}.{_factor_name(inner)}"
+                parameters[key], rates[key] = parameter, self.layers[name].lr
+                self._keys[name].append(key)
+        super().__init__(parts, parameters, rates)
         self.train()
 
-    # ------------------------------------------------------------------ parameters and state
     @property
-    def module_count(self) -> int:
-        """Number of layers it changes."""
-        return len(self._layers)
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Its fp32 parameters, in the order of their sorted names: the order the optimizer's state refers to."""
-        return list(self._parameters.values())
-
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The same with the keys of `state_dict`."""
-        return list(self._parameters.items())
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """A copy of the parameters on the CPU, fp32, under peft's keys: `<layer>.lora_A.weight`, `<layer>.lokr_w1`."""
-        return {key: parameter.detach().cpu().clone().contiguous() for key, parameter in self._parameters.items()}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes over what `state_dict` returned, to the bit.
-
-        Raises:
-            ValueError: Keys, shapes or number formats are not exactly those of this adapter; nothing is changed then.
-        """
-        missing = sorted(self._parameters.keys() - state.keys())
-        unexpected = sorted(state.keys() - self._parameters.keys())
-        if missing or unexpected:
-            raise ValueError(
-                f"adapter state: {len(missing)} keys are missing ({', '.join(missing[:3])}), "
-                f"{len(unexpected)} are unexpected ({', '.join(unexpected[:3])})"
-            )
-        for key, parameter in self._parameters.items():
-            found = state[key]
-            if found.shape != parameter.shape or found.dtype != torch.float32:
-                raise ValueError(
-                    f"adapter state: {key} is {tuple(found.shape)} {found.dtype}, expected {tuple(parameter.shape)} torch.float32"
-                )
-        for key, parameter in self._parameters.items():
-            parameter.copy_(state[key])
+    def kinds(self) -> list[str]:
+        """The adapter types in use, sorted."""
+        return sorted({layer.kind for layer in self.layers.values()})
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
-        """Start values: Kaiming-uniform factors times zero factors, drawn on the CPU in the order of the keys."""
+        """Start values, drawn on the CPU in the order of the keys; magnitudes of dora are the weight's own norms."""
         generator = torch.Generator("cpu").manual_seed(seed)
         for key, parameter in self._parameters.items():
-            if any(part in f".{key}." for part in ZERO_AT_START):
-                parameter.zero_()
-                continue
-            start = torch.empty(parameter.shape, dtype=torch.float32)
-            nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
-            parameter.copy_(start)
+            name = key.removesuffix(".weight").rpartition(".")[2]
+            if name != MAGNITUDE:
+                parameter.copy_(start_value(name, parameter.shape, generator))
+        for name in self.modules:
+            self.set_magnitude(name)
 
     # ------------------------------------------------------------------ behaviour
     def train(self, mode: bool = True) -> None:  # noqa: FBT001, FBT002 as torch.nn.Module.train
         """Switches its dropout; nothing else in the denoiser has a training mode, all of it stays in eval."""
-        for layer in self._layers.values():
+        for name, layer in self._layers.items():
             layer.eval()
+            layer.training = mode and self.layers[name].kind == "dora"  # peft asks it before it calls dora's dropout
             for dropout in getattr(layer, "lora_dropout", {}).values():
                 dropout.train(mode)
 
@@ -142,50 +133,64 @@ class Adapter:
         for layer in self._layers.values():
             layer.enable_adapters(enabled=enabled)
 
-    def delta_weight(self, module: str) -> Tensor:
-        """DeltaW of one layer, shaped like its weight: (alpha / rank) B A, or (alpha / rank) times the Kronecker product."""
-        delta: Tensor = self._layers[module].get_delta_weight(NAME)
-        return delta.detach()
+    # ------------------------------------------------------------------ one layer
+    def weight(self, module: str) -> Tensor:
+        """The base model's weight of one layer."""
+        weight: Tensor = self._layers[module].get_base_layer().weight.detach()
+        return weight
 
-    # ------------------------------------------------------------------ export
-    def portable_state_dict(self, part: str = "") -> dict[str, Tensor]:
-        """`state_dict` with alpha / rank folded into one factor: means the same in programs that read no alpha.
+    def factors(self, module: str) -> Factors:
+        """The factors of one layer: copies on the CPU, fp32."""
+        start = len(module) + 1
+        tensors = {key[start:]: self._parameters[key].detach().cpu().clone() for key in self._keys[module]}
+        scale = float(self._layers[module].scaling[NAME])
+        return Factors(self.layers[module].kind, tensors, scale, tuple(self.weight(module).shape))
+
+    @torch.no_grad()
+    def set_factors(self, module: str, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces all factors of one layer."""
+        assert {f"{module}.{name}" for name in tensors} == set(self._keys[module])
+        for name, tensor in tensors.items():
+            parameter = self._parameters[f"{module}.{name}"]
+            parameter.copy_(tensor.reshape(parameter.shape))
+
+    @torch.no_grad()
+    def set_magnitude(self, module: str, extra: Tensor | None = None) -> None:
+        """Sets the magnitudes of a dora layer to the norms of its weight, with `extra` added to it; else nothing."""
+        magnitude = self._parameters.get(f"{module}.{MAGNITUDE}")
+        if magnitude is not None:
+            changed = self.weight(module).float().cpu() + (0 if extra is None else extra)
+            magnitude.copy_(changed.flatten(1).norm(dim=1).reshape(magnitude.shape))
+
+    def delta_weight(self, module: str) -> Tensor:
+        """DeltaW of one layer, shaped like its weight, on the CPU; scaled by alpha / rank for every type."""
+        return self.factors(module).delta(self.weight(module))
+
+    # ------------------------------------------------------------------ files
+    def checkpoint_header(self) -> dict[str, str]:
+        """The adapter's configuration for diffusers, with the true alpha; empty where diffusers reads no such adapter."""
+        several_files = len({part.ending for part in self.parts}) > 1
+        if several_files or len(self.kinds) > 1 or not set(self.kinds) <= READ_BY_DIFFUSERS:
+            return {"kinds": ",".join(self.kinds)}
+        ranks = {name: (layer.rank, layer.alpha) for name, layer in self.layers.items()}
+        return {"format": "pt", "lora_adapter_metadata": self.file_metadata(self.kinds[0], ranks)}
+
+    def file_metadata(self, kind: str, ranks: Mapping[str, tuple[int, float]]) -> str:
+        """What the header of an adapter file says about the adapter, as diffusers reads it.
 
         Args:
-            part: Only layers below this child of the denoiser, named from there.
+            kind: lora, dora, loha or lokr.
+            ranks: Rank and alpha of each layer in the file.
         """
-        state = self.state_dict()
-        for module, layer in self._layers.items():
-            scale = float(layer.scaling[NAME])
-            for factor in (f"{module}.lora_B.weight", f"{module}.lokr_w1"):
-                if factor in state:
-                    state[factor] *= scale
-        return {key.removeprefix(part): tensor for key, tensor in state.items() if key.startswith(part)}
-
-    def portable_config(self, part: str = "") -> dict[str, Any]:
-        """The peft configuration of `portable_state_dict`: alpha equals the rank. Only what a reader needs, as plain data.
-
-        Fields that a reader of another version might not know are left out: loaders hand all of them to a constructor.
-        """
-        config = self._config
-        ranks = {k.replace(f"^{part}", "^", 1): v for k, v in config.rank_pattern.items() if k.startswith(f"^{part}")}
-        shared: dict[str, Any] = {
-            "r": config.r,
-            "target_modules": [name.removeprefix(part) for name in self.modules if name.startswith(part)],
-            "rank_pattern": ranks,
-            "alpha_pattern": dict(ranks),
-        }
-        if hasattr(config, "lora_alpha"):
-            return {**shared, "lora_alpha": config.r}
-        return {
-            **shared,
-            "alpha": config.r,
-            "decompose_both": config.decompose_both,
-            "decompose_factor": config.decompose_factor,
-            "use_effective_conv2d": config.use_effective_conv2d,
-        }
+        found: dict[str, Any] = {}
+        for part, names in by_part(self.parts, ranks):
+            inner = {part.inner(name): ranks[name] for name in names}
+            config = file_config(kind, inner, factor=self.network.lokr_factor)
+            found |= {f"{part.file_prefix}{key}": value for key, value in config.items()}
+        return json.dumps(found, sort_keys=True)
 
 
-def _state_key(parameter_name: str) -> str:
-    """`a.lora_A.default.weight` to `a.lora_A.weight`; `a.lokr_w1.default` to `a.lokr_w1`."""
-    return f"{parameter_name}.".replace(f".{NAME}.", ".", 1).removesuffix(".")
+def _factor_name(parameter_name: str) -> str:
+    """`lora_A.default.weight` to `lora_A.weight`; `lokr_w1.default` to `lokr_w1`; magnitudes as files name them."""
+    name = f"{parameter_name}.".replace(f".{NAME}.", ".", 1).removesuffix(".")
+    return name.removesuffix(".weight") if name.startswith(MAGNITUDE) else name

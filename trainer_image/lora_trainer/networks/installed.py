@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from lora_trainer.networks.factors import MAGNITUDE
+
 
 @dataclass(frozen=True)
 class Installed:
@@ -37,7 +39,8 @@ def installed_adapter(denoiser: nn.Module, name: str) -> Installed:
                 continue
             scales[module] = float(layer.scaling[name])
             if isinstance(held[name], nn.Module):
-                tensors.update({f"{module}.{kind}.{key}": value for key, value in held[name].state_dict().items()})
+                found = {f"{module}.{kind}.{key}": value for key, value in held[name].state_dict().items()}
+                tensors.update({key.replace(f"{MAGNITUDE}.weight", MAGNITUDE): value for key, value in found.items()})
             else:
                 tensors[f"{module}.{kind}"] = held[name].detach()
     return Installed(frozenset(scales), tensors, scales)

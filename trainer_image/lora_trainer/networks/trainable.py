@@ -1,0 +1,115 @@
+"""What is trained, whatever it is: fp32 parameters in a fixed order, their state, and their learning rates.
+
+Parameters are fp32 whatever the base model is: updates of 1e-4 would vanish in bf16.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lora_trainer.families.parts import Part, by_part, part_of
+
+
+class Trainable(ABC):
+    """The trained part of a base model.
+
+    Attributes:
+        parts: The components that it changes.
+        modules: Names of the layers that it changes, sorted within each component.
+    """
+
+    modules: list[str]
+
+    def __init__(
+        self, parts: Sequence[Part], parameters: Mapping[str, nn.Parameter], rates: Mapping[str, float | None]
+    ) -> None:
+        self.parts = parts
+        self._parameters = {key: parameters[key] for _, keys in by_part(parts, sorted(parameters)) for key in keys}
+        self._rates = {key: rates[key] for key in self._parameters}
+        for parameter in self._parameters.values():
+            parameter.data = parameter.data.float()
+            parameter.requires_grad = True
+
+    @property
+    def module_count(self) -> int:
+        """Number of layers it changes."""
+        return len(self.modules)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Its fp32 parameters, sorted by name within each component."""
+        return list(self._parameters.values())
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The same with the keys of `state_dict`."""
+        return list(self._parameters.items())
+
+    def optimizer_groups(self, lr: float) -> list[dict[str, Any]]:
+        """Parameter groups for an optimizer, one for each learning rate, the job's own first.
+
+        The order is fixed, also within a group: the optimizer's state refers to positions.
+
+        Args:
+            lr: `train.lr` of the configuration. `lr_scale` of a group is its rate divided by this one, so that a rate
+                changed while training scales all groups.
+        """
+        groups: dict[float, list[nn.Parameter]] = {}
+        for key, parameter in sorted(self._parameters.items(), key=lambda item: self._rates[item[0]] is not None):
+            rate = self._rates[key]
+            groups.setdefault(1.0 if rate is None else rate / lr, []).append(parameter)
+        return [{"params": parameters, "lr_scale": scale} for scale, parameters in groups.items()]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """A copy of the parameters on the CPU, fp32, by their names in the denoiser: `<layer>.lora_A.weight`."""
+        return {key: parameter.detach().cpu().clone().contiguous() for key, parameter in self._parameters.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes over what `state_dict` returned, to the bit.
+
+        Raises:
+            ValueError: Keys, shapes or number formats are not exactly those of this adapter; nothing is changed then.
+        """
+        missing = sorted(self._parameters.keys() - state.keys())
+        unexpected = sorted(state.keys() - self._parameters.keys())
+        if missing or unexpected:
+            raise ValueError(
+                f"adapter state: {len(missing)} keys are missing ({', '.join(missing[:3])}), "
+                f"{len(unexpected)} are unexpected ({', '.join(unexpected[:3])})"
+            )
+        for key, parameter in self._parameters.items():
+            found = state[key]
+            if found.shape != parameter.shape or found.dtype != torch.float32:
+                raise ValueError(
+                    f"adapter state: {key} is {tuple(found.shape)} {found.dtype}, expected {tuple(parameter.shape)} torch.float32"
+                )
+        for key, parameter in self._parameters.items():
+            parameter.copy_(state[key])
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """`state_dict` under the keys of checkpoints: with the component in front."""
+        return {self._checkpoint_key(key): tensor for key, tensor in self.state_dict().items()}
+
+    def load_checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes over what `checkpoint_tensors` returned, to the bit.
+
+        Raises:
+            ValueError: See `load_state_dict`.
+        """
+        own = {self._checkpoint_key(key): key for key in self._parameters}
+        self.load_state_dict({own.get(key, key): tensor for key, tensor in tensors.items()})
+
+    def _checkpoint_key(self, key: str) -> str:
+        return part_of(self.parts, key).full(key)
+
+    @abstractmethod
+    def train(self, mode: bool = True) -> None:  # noqa: FBT001, FBT002 as torch.nn.Module.train
+        """Switches its dropout; nothing else in the denoiser has a training mode, all of it stays in eval."""
+
+    @abstractmethod
+    def checkpoint_header(self) -> dict[str, str]:
+        """What a checkpoint's file says about itself, so that other programs can read it."""
