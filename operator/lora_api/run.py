@@ -150,15 +150,19 @@ class FinalManifest(Document):
 
 
 def config_hash(config: TrainerConfig) -> str:
-    """Sixteen hex digits over what defines the run: the configuration without its mutable paths."""
-    wire = config.model_dump(mode="json")
+    """Sixteen hex digits over what defines the run: the configuration without its mutable paths.
+
+    Defaults are left out, so that a field which a newer version adds does not part running jobs from their checkpoints.
+    """
+    wire = config.model_dump(mode="json", exclude_defaults=True)
     for path in MUTABLE_CONFIG_PATHS:
         parent = wire
         for key in path[:-1]:
-            parent = parent[key]
+            parent = parent.get(key, {})
         parent.pop(path[-1], None)
     # where to train and how often to log do not change what is trained
     for key in ("device", "performance_log_every"):
         wire.pop(key, None)
+    wire = {key: value for key, value in wire.items() if value != {}}  # a block in which only mutable fields were set
     text = json.dumps(wire, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

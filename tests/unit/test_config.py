@@ -125,3 +125,8 @@ def test_exit_codes_have_their_reserved_numbers_and_distinct_reasons():
     assert reason_of(1) == reason_of(137) == "Error"
     assert {64, 65, 77} <= NEVER_RETRIED
     assert not {75, 85, 86} & NEVER_RETRIED
+
+
+def test_the_hash_of_a_configuration_stays_the_same_from_version_to_version():
+    minimal = {"model": {"arch": "zimage", "name_or_path": "/m"}, "datasets": [{"folder_path": "/d"}]}
+    assert config_hash(parse(TrainerConfig, minimal)) == "a9ac78a848dcbf89", "checkpoints of running jobs carry it"
