@@ -151,6 +151,16 @@ CHOICES = [
     _bad("spec.stores.0.type", "gcs", '"gcs" is not one of s3, directory', profile=True),
 ]
 
+ARCHS = "flux1, flux2_klein_4b, flux2_klein_9b, sd15, sdxl, zimage, x-... of a family that you added"
+
+ARCH = [
+    _bad("spec.config.model.arch", "zimge", f'"zimge" is not one of {ARCHS}; did you mean zimage?'),
+    _bad("spec.config.model.arch", "SDXL", f'"SDXL" is not one of {ARCHS}; did you mean sdxl?'),
+    _bad("spec.config.model.arch", "x-", f'"x-" is not one of {ARCHS}'),
+    _bad("spec.config.model.arch", "x-My Model", f'"x-My Model" is not one of {ARCHS}'),
+    _bad("spec.config.model.arch", "x-" + "a" * 62, "has 64 characters; expected at most 63"),
+]
+
 LIMITS = [
     _bad("spec.config.save.max_step_saves", 0, "0 is below the minimum 1"),
     _bad("spec.config.train.steps", 100_000_000, "100000000 is above the maximum 10000000"),
@@ -226,6 +236,17 @@ CROSS_FIELD = [
         "false, and train_text_encoder is false too, so nothing would be trained; set one to true",
     ),
     _bad("spec.config.train.train_text_encoder", True, "true is not supported for model.arch zimage; set it to false"),
+    _bad(
+        "spec.config",
+        JOB["spec"]["config"]
+        | {
+            "model": {"arch": "sd15", "name_or_path": "s3://models/sd15"},
+            "network": {"type": "lokr"},
+            "train": {"train_text_encoder": True},
+        },
+        "spec.config.network.type: lokr can't be used with train_text_encoder: true, diffusers loads only LoRA into text "
+        "encoders; set it to lora",
+    ),
     _bad("spec.stores.0.endpoint", ABSENT, "required for a store of type s3", profile=True),
     _bad("spec.stores.0.bucket", ABSENT, "required for a store of type s3", profile=True),
     _bad(
@@ -243,4 +264,4 @@ CROSS_FIELD = [
     ),
 ]
 
-BAD = [*UNKNOWN_FIELDS, *TYPES, *CHOICES, *LIMITS, *TEXTS, *MISSING, *CROSS_FIELD]
+BAD = [*UNKNOWN_FIELDS, *TYPES, *CHOICES, *ARCH, *LIMITS, *TEXTS, *MISSING, *CROSS_FIELD]

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lora_api.config import MUTABLE_CONFIG_PATHS
+from lora_api.config import CUSTOM_PREFIX, MUTABLE_CONFIG_PATHS, TEXT_ENCODER_ARCHS, Arch
+from lora_api.patterns import CUSTOM_ARCH
 from lora_api.schema import ITEMS, Path, Schema, at
 
 MUTABLE_SPEC_PATHS: tuple[Path, ...] = (
@@ -52,7 +53,19 @@ class Rule:
         return {key: value for key, value in entries.items() if value is not None}
 
 
+def _listed(values: tuple[str, ...]) -> str:
+    """A list of strings in CEL."""
+    return "[" + ", ".join(f'"{value}"' for value in values) + "]"
+
+
 JOB_RULES: tuple[Rule, ...] = (
+    Rule(
+        on=("spec", "config", "model"),
+        rule=f'self.arch in {_listed(tuple(Arch))} || self.arch.matches("^{CUSTOM_ARCH}$")',
+        message=f"is not one of {', '.join(Arch)}, {CUSTOM_PREFIX}... of a family that you added",
+        field="arch",
+        reason="FieldValueInvalid",
+    ),
     Rule(
         on=("spec", "config", "train"),
         rule="self.train_unet || self.train_text_encoder",
@@ -61,10 +74,17 @@ JOB_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         on=("spec", "config"),
-        rule="!self.train.train_text_encoder",
+        rule=f"!self.train.train_text_encoder || self.model.arch in {_listed(TEXT_ENCODER_ARCHS)}"
+        f' || self.model.arch.startsWith("{CUSTOM_PREFIX}")',
         message="true is not supported; set it to false",
         message_expression='"true is not supported for model.arch " + self.model.arch + "; set it to false"',
         field="train.train_text_encoder",
+    ),
+    Rule(
+        on=("spec", "config"),
+        rule='!self.train.train_text_encoder || self.network.type == "lora"',
+        message="lokr can't be used with train_text_encoder: true, diffusers loads only LoRA into text encoders; set it to lora",
+        field="network.type",
     ),
     Rule(
         on=("spec", "config", "network"),

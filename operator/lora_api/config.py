@@ -6,22 +6,40 @@ The keys are the ones users of ai-toolkit already write; where that tool guesses
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from lora_api.base import Native
+from lora_api.patterns import CUSTOM_ARCH
 
 MAX_RANK = 9_999_999_999  # what "full rank" means to tools that need a number
 
 
 class Arch(StrEnum):
-    """A model family, `model.arch`."""
+    """The built-in model families, values of `model.arch`."""
 
+    FLUX1 = "flux1"
     FLUX2_KLEIN_4B = "flux2_klein_4b"
     FLUX2_KLEIN_9B = "flux2_klein_9b"
+    SD15 = "sd15"
+    SDXL = "sdxl"
     ZIMAGE = "zimage"
+
+
+CUSTOM_PREFIX = "x-"
+"""Begins the `model.arch` of families that other packages add; only the trainer image knows which there are."""
+
+TEXT_ENCODER_ARCHS: tuple[Arch, ...] = (Arch.FLUX1, Arch.SD15, Arch.SDXL)
+"""Built-in families whose diffusers loader takes text-encoder layers from an adapter file."""
+
+
+def trains_text_encoder(arch: str) -> bool:
+    """Whether `train.train_text_encoder` may be true; families of other packages answer for themselves, at the start."""
+    return arch in TEXT_ENCODER_ARCHS or arch.startswith(CUSTOM_PREFIX)
 
 
 class Precision(StrEnum):
@@ -38,14 +56,26 @@ def _one_line(value: str) -> str:
     return value
 
 
+def _known_arch(value: str) -> str:
+    if value in tuple(Arch) or re.fullmatch(CUSTOM_ARCH, value):
+        return value
+    choices = ", ".join([*Arch, f"{CUSTOM_PREFIX}... of a family that you added"])
+    raise PydanticCustomError("enum", "Input should be {expected}", {"expected": choices})
+
+
 Line = Annotated[str, AfterValidator(_one_line)]
 Location = Annotated[Line, Field(min_length=1, max_length=1024)]
+ArchName = Annotated[str, Field(min_length=1, max_length=63), AfterValidator(_known_arch)]
 
 
 class ModelConfig(Native):
     """The frozen base model."""
 
-    arch: Arch = Field(description="Model family. It alone decides how the base model is wired.")
+    arch: ArchName = Field(
+        description="Model family: `"
+        + "`, `".join(Arch)
+        + "`, or `x-...`, a family that another package adds. It alone decides how the base model is wired."
+    )
     name_or_path: Location = Field(
         description="Folder of a diffusers pipeline: a local path, or s3://bucket/prefix in a store of the profile."
     )
@@ -121,7 +151,16 @@ class TrainConfig(Native):
         le=4096,
         description="Forward passes averaged into one optimizer step. Samples per step: batch_size x this x processes.",
     )
-    lr: float = Field(1e-4, gt=0, le=10, description="Learning rate. May be changed while training.")
+    lr: float = Field(
+        1e-4,
+        gt=0,
+        le=10,
+        description="Learning rate. May be changed while training; `unet_lr` and `text_encoder_lr` change in proportion.",
+    )
+    unet_lr: float | None = Field(None, gt=0, le=10, description="Learning rate of the denoiser. Left out: `lr`.")
+    text_encoder_lr: float | None = Field(
+        None, gt=0, le=10, description="Learning rate of the text encoder. Left out: `lr`."
+    )
     lr_scheduler: Literal["constant", "cosine"] = Field("constant", description="Learning-rate schedule after warm-up.")
     warmup_steps: int = Field(0, ge=0, le=1_000_000, description="Steps over which the rate rises linearly from 0.")
     optimizer: Literal["adamw"] = Field("adamw", description="Optimizer.")
@@ -131,15 +170,22 @@ class TrainConfig(Native):
     adam_epsilon: float = Field(1e-8, gt=0, le=1, description="AdamW epsilon.")
     max_grad_norm: float = Field(1.0, ge=0, le=1e6, description="Global gradient norm limit; 0 switches clipping off.")
     train_unet: bool = Field(True, description="Train the denoiser (UNet or transformer).")
-    train_text_encoder: bool = Field(False, description="Train the text encoder, where the family's loader takes it.")
+    train_text_encoder: bool = Field(
+        False,
+        description="Train the text encoder too, with `network.type: lora`. Of the built-in families: `"
+        + "`, `".join(TEXT_ENCODER_ARCHS)
+        + "`.",
+    )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass to save memory."
     )
     dtype: Precision = Field(
         Precision.BF16, description="Number format of the base model and of the forward pass; adapters train in fp32."
     )
-    timestep_type: Literal["logit_normal", "uniform"] = Field(
-        "logit_normal", description="Density of the noise levels (Esser et al. 2024, section 3.1)."
+    timestep_type: Literal["logit_normal", "uniform"] | None = Field(
+        None,
+        description="Density of the noise levels (Esser et al. 2024, section 3.1). Left out: the family's own, "
+        "logit_normal for flow matching, uniform for sd15 and sdxl.",
     )
     max_nonfinite_steps: int = Field(
         10, ge=1, le=10000, description="Steps in a row whose loss is not finite before the run stops."
@@ -204,9 +250,20 @@ class TrainerConfig(Native):
             raise ValueError(
                 "train.train_unet: false, and train_text_encoder is false too, so nothing would be trained; set one to true"
             )
-        if self.train.train_text_encoder:
+        return self
+
+    @model_validator(mode="after")
+    def _text_encoder_can_be_trained(self) -> TrainerConfig:
+        if not self.train.train_text_encoder:
+            return self
+        if not trains_text_encoder(self.model.arch):
             raise ValueError(
                 f"train.train_text_encoder: true is not supported for model.arch {self.model.arch}; set it to false"
+            )
+        if self.network.type != "lora":
+            raise ValueError(
+                "network.type: lokr can't be used with train_text_encoder: true, diffusers loads only LoRA into text encoders; "
+                "set it to lora"
             )
         return self
 

@@ -83,7 +83,9 @@ def test_every_rule_speaks_of_a_field_that_exists(schema):
 
 VALIDATORS = {
     "NetworkConfig._factor_is_not_zero": "spec.config.network.lokr_factor",
+    "ModelConfig.arch._known_arch": "spec.config.model.arch",
     "TrainerConfig._something_is_trained": "spec.config.train.train_unet",
+    "TrainerConfig._text_encoder_can_be_trained": "spec.config.train.train_text_encoder",
     "OutputSpec.path._no_dot_segments": "spec.output.path",
     "StoreSpec._fields_fit_the_type": "spec.stores[0].endpoint",
     "ProfileSpec._store_names_differ": "spec.stores",

@@ -1,7 +1,7 @@
 """The final adapter: one safetensors file that diffusers takes as it is, and the loader that checks it did.
 
 Several key layouts load without an error and without any effect, so loading here always ends in a comparison of what
-the file holds with what the denoiser got.
+the file holds with what each component of the pipeline got.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lora_trainer.families.base import BaseModel
-from lora_trainer.networks import Adapter, installed_adapter
+from lora_trainer.networks import CLIP_PREFIX, Adapter, installed_adapter
 
 FILE_NAME = "adapter.safetensors"
-PREFIX = "transformer."
-FOREIGN_PREFIXES = (PREFIX, "diffusion_model.", "base_model.model.", "unet.")
+FOREIGN_PREFIXES = ("transformer.", "diffusion_model.", "base_model.model.", "unet.")
+TEXT_PARTS = ("text_encoder", "text_encoder_2")
 RESERVED = {"format", "lora_adapter_metadata"}
 
 
@@ -32,9 +32,10 @@ def export_final(
 ) -> Path:
     """Writes `adapter.safetensors` into `folder`, whole or not at all.
 
-    Keys are `transformer.<layer>.lora_A.weight` (or `.lokr_w1` ...). The scale alpha / rank is folded into the weights,
-    in fp32, and the adapter's configuration in the header says alpha = rank: programs that read it and programs that
-    don't give the same pictures. The number format is changed last.
+    Keys are `transformer.<layer>.lora_A.weight` (or `unet.`, `text_encoder.`; or `.lokr_w1` ...). The scale alpha / rank
+    is folded into the weights, in fp32, and the adapter's configuration in the header says alpha = rank: programs that
+    read it and programs that don't give the same pictures. (LoKr of convolutions can't be recognised from shapes alone:
+    readers need the header.) The number format is changed last.
 
     Args:
         model: The base model that holds the adapter.
@@ -52,12 +53,11 @@ def export_final(
     """
     if reserved := RESERVED & metadata.keys():
         raise ValueError(f"metadata: {', '.join(sorted(reserved))} is written by the export itself")
-    tensors = {f"{PREFIX}{key}": _cast(key, tensor, dtype) for key, tensor in adapter.portable_state_dict().items()}
-    config = {f"{PREFIX}{key}": value for key, value in adapter.portable_config().items()}
+    tensors = {key: _cast(key, tensor, dtype) for key, tensor in adapter.portable_state_dict().items()}
     header = {
         **metadata,
         "format": "pt",
-        "lora_adapter_metadata": json.dumps(config, sort_keys=True),
+        "lora_adapter_metadata": json.dumps(adapter.portable_config(), sort_keys=True),
         "denoiser_class": type(model.denoiser).__name__,
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -116,27 +116,65 @@ def load_into_pipeline(pipe: Any, file: Path, *, name: str = "adapter") -> int:
             without that adapter then.
     """
     with safe_open(str(file), framework="pt") as reader:
-        expected = {_strip(key): reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118 not a mapping
+        tensors = {key: reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118 not a mapping
+    denoiser_part = "unet" if hasattr(pipe, "unet") else "transformer"
+    expected = {part: _of_part(tensors, part, denoiser_part) for part in (denoiser_part, *TEXT_PARTS)}
     try:
-        pipe.load_lora_weights(str(file), adapter_name=name)
-    except (ValueError, KeyError, RuntimeError, TypeError) as error:
+        _load(pipe, file, name, denoiser_part, lokr=any(".lokr_" in key for key in tensors))
+    except (ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         raise ValueError(f"{file}: the {type(pipe).__name__} refuses the adapter: {error}") from error
-    problem = _difference(pipe.transformer, name, expected)
+    problem = next(_differences(pipe, name, expected), None) if tensors else "the file holds no adapter"
     if problem is not None:
-        if installed_adapter(pipe.transformer, name).modules:
+        if any(installed_adapter(module, name).modules for module in _modules(pipe)):
             pipe.delete_adapters(name)
         raise ValueError(f"{file}: {problem}")
-    return len({_module(key) for key in expected})
+    return sum(len({_module(key) for key in of_part}) for of_part in expected.values())
 
 
-def _difference(denoiser: torch.nn.Module, name: str, expected: dict[str, Tensor]) -> str | None:
-    found = installed_adapter(denoiser, name)
+def _load(pipe: Any, file: Path, name: str, denoiser_part: str, *, lokr: bool) -> None:
+    """Through the pipeline's own loader; LoKr straight into the denoiser where that knows LoRA only."""
+    try:
+        pipe.load_lora_weights(str(file), adapter_name=name)
+    except ValueError:
+        denoiser = getattr(pipe, denoiser_part)
+        if not lokr or installed_adapter(denoiser, name).modules:
+            raise
+        denoiser.load_lora_adapter(str(file.parent), weight_name=file.name, prefix=denoiser_part, adapter_name=name)
+
+
+def _modules(pipe: Any) -> Iterator[torch.nn.Module]:
+    yield from (part for part in pipe.components.values() if isinstance(part, torch.nn.Module))
+
+
+def _of_part(tensors: dict[str, Tensor], part: str, denoiser_part: str) -> dict[str, Tensor]:
+    """What a file holds for one component, under that component's own names."""
+    owner = {key: next((text for text in TEXT_PARTS if key.startswith(f"{text}.")), denoiser_part) for key in tensors}
+    mine = {key: tensor for key, tensor in tensors.items() if owner[key] == part}
+    if part == denoiser_part:
+        return {_strip(key): tensor for key, tensor in mine.items()}
+    return {key.removeprefix(f"{part}."): tensor for key, tensor in mine.items()}
+
+
+def _differences(pipe: Any, name: str, expected: dict[str, dict[str, Tensor]]) -> Iterator[str]:
+    for part, tensors in expected.items():
+        module = getattr(pipe, part, None)
+        if not isinstance(module, torch.nn.Module):
+            if tensors:
+                yield f"the file holds an adapter for {part}, which the pipeline has not loaded"
+            continue
+        if not hasattr(module, CLIP_PREFIX.removesuffix(".")):
+            tensors = {key.removeprefix(CLIP_PREFIX): tensor for key, tensor in tensors.items()}
+        difference = _difference(module, name, tensors)
+        if difference is not None:
+            yield difference
+
+
+def _difference(module: torch.nn.Module, name: str, expected: dict[str, Tensor]) -> str | None:
+    found = installed_adapter(module, name)
     wanted = {_module(key) for key in expected}
-    if not wanted:
-        return "the file holds no adapter"
     if missing := sorted(wanted - found.modules):
         return (
-            f"the file has adapters for {len(wanted)} layers, {type(denoiser).__name__} took {len(found.modules)} of them; "
+            f"the file has adapters for {len(wanted)} layers, {type(module).__name__} took {len(found.modules)} of them; "
             f"without effect: {', '.join(missing[:3])}"
         )
     if extra := sorted(found.modules - wanted):

@@ -43,6 +43,12 @@ class Prepared:
     conditions: list[Condition]  # of the prompts, on rank 0
     negative: Condition | None  # of the empty prompt, where there are prompts
 
+    def conditions_now(self) -> tuple[list[Condition], Condition | None]:
+        """`conditions` and `negative` as the text encoders stand now."""
+        negative = self.negative and self.model.refreshed(self.negative, "")
+        pairs = zip(self.conditions, self.prompts, strict=True)
+        return [self.model.refreshed(condition, prompt) for condition, prompt in pairs], negative
+
 
 @dataclass
 class Preparation:
@@ -147,6 +153,12 @@ def _add_adapter(model: BaseModel, run: RunConfig) -> Adapter:
     from lora_trainer.networks import add_adapter
 
     try:
-        return add_adapter(model, run.config.network, seed=run.config.train.seed)
+        return add_adapter(
+            model,
+            run.config.network,
+            seed=run.config.train.seed,
+            denoiser=run.config.train.train_unet,
+            text_encoders=run.config.train.train_text_encoder,
+        )
     except ValueError as error:
         raise ConfigurationError(f"config.{error}") from error

@@ -89,7 +89,8 @@ class Session:
     def _restore(self) -> None:
         """Optimizer, counters and settings, from the checkpoint if there is one."""
         self.settings = self.beginning.settings
-        self.optimizer = build_optimizer(self.prepared.adapter.parameters(), self.run.config.train)
+        denoiser, text = self.prepared.adapter.split_parameters()
+        self.optimizer = build_optimizer(denoiser, self.run.config.train, text)
         self.state = TrainState()
         if self.beginning.manifest_key is not None:
             found, self.newest = self.newest or self._read_again(self.beginning.manifest_key), None
@@ -118,7 +119,7 @@ class Session:
         order = BatchOrder([s.bucket for s in self.prepared.samples], share.global_batch, config.train.seed)
         maker = BatchMaker(
             SampleReader(self.prepared.samples, model, self.prepared.cache), order, model, share,
-            seed=config.train.seed, density=config.train.timestep_type,
+            seed=config.train.seed, density=config.train.timestep_type or model.density,
         )  # fmt: skip
         model.forward_module = self.group.wrap(model.denoiser)
         reporter.now.samples_per_step = share.samples_per_step

@@ -31,10 +31,20 @@ class TrainState:
     good_steps: int = 0  # fp16 only: updates since the scale last changed
 
 
-def build_optimizer(parameters: list[torch.nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over the adapter, in fp32."""
+def build_optimizer(
+    parameters: list[torch.nn.Parameter], config: TrainConfig, text_parameters: list[torch.nn.Parameter] | None = None
+) -> torch.optim.AdamW:
+    """AdamW over the adapter, in fp32: one group for the denoiser, one for the text encoders, those that are not empty.
+
+    Each group's `scale` is its learning rate as a multiple of `train.lr`, to which the loop holds when that changes.
+    """
+    groups = [
+        {"params": group, "scale": 1.0 if rate is None else rate / config.lr}
+        for group, rate in ((parameters, config.unet_lr), (text_parameters or [], config.text_encoder_lr))
+        if group
+    ]
     return torch.optim.AdamW(
-        parameters,
+        groups,
         lr=config.lr,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
@@ -54,7 +64,8 @@ def pack(
         state: Counters.
         extra: Facts for people and for checks: settings in force, data digest, versions.
     """
-    counters = {"version": _VERSION, **asdict(state), **extra}
+    scales = [group["scale"] for group in optimizer.param_groups]
+    counters = {"version": _VERSION, **asdict(state), "lr_scales": scales, **extra}
     return {
         ADAPTER: save(adapter.state_dict(), metadata={"step": str(state.step)}),
         OPTIMIZER: save(_flat(optimizer)),
@@ -77,6 +88,8 @@ def unpack(files: Mapping[str, bytes], adapter: Adapter, optimizer: torch.optim.
         position, _, key = name.partition(".")
         nested.setdefault(int(position), {})[key] = tensor
     optimizer.load_state_dict({"state": nested, "param_groups": optimizer.state_dict()["param_groups"]})
+    for group, scale in zip(optimizer.param_groups, counters.get("lr_scales", ()), strict=False):
+        group["scale"] = scale  # relative to the rate the run began with, whatever `train.lr` says by now
     return TrainState(**{name: counters[name] for name in asdict(TrainState())})
 
 

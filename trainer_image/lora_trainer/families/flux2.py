@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.families.base import BaseModel, Conditioning, Family, load_pipeline
+from lora_trainer.families.base import Conditioning, Family, load_pipeline
+from lora_trainer.families.flow import FlowModel
 from lora_trainer.families.folder import Layout, ModelError, check_folder
 
 LAYOUT = Layout(pipelines=("Flux2KleinPipeline",))
@@ -30,7 +31,7 @@ TEXT_WIDTH = {"flux2_klein_4b": 3 * 2560, "flux2_klein_9b": 3 * 4096}
 """Width of the text input of the released models: three layers of Qwen3-4B and of Qwen3-8B."""
 
 
-class Flux2KleinModel(BaseModel):
+class Flux2KleinModel(FlowModel):
     """A loaded FLUX.2 Klein."""
 
     def normalise(self, z_BChw: Tensor) -> Tensor:

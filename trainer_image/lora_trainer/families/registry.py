@@ -12,11 +12,13 @@ GROUP = "lora_trainer.families"
 
 
 def _built_in() -> Iterator[type[Family]]:
+    from lora_trainer.families.flux1 import Flux1
     from lora_trainer.families.flux2 import Flux2Klein
+    from lora_trainer.families.sd15 import SD15
+    from lora_trainer.families.sdxl import SDXL
     from lora_trainer.families.zimage import ZImage
 
-    yield Flux2Klein
-    yield ZImage
+    yield from (Flux1, Flux2Klein, SD15, SDXL, ZImage)
 
 
 def _third_party() -> Iterator[type[Family]]:

@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.families.base import BaseModel, Conditioning, Family, load_pipeline
+from lora_trainer.families.base import Conditioning, Family, load_pipeline
+from lora_trainer.families.flow import FlowModel
 from lora_trainer.families.folder import Layout, check_folder
 
 LAYOUT = Layout(pipelines=("ZImagePipeline",))
 
 
-class ZImageModel(BaseModel):
+class ZImageModel(FlowModel):
     """A loaded Z-Image."""
 
     def normalise(self, z_BChw: Tensor) -> Tensor:

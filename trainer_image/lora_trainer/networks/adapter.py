@@ -1,4 +1,7 @@
-"""An adapter inside a denoiser: its parameters in a fixed order, its state, and the form it is exported in.
+"""An adapter inside a base model: its parameters in a fixed order, its state, and the form it is exported in.
+
+It sits in the denoiser, in text encoders, or in both. Layers of the denoiser go by their own dotted names, those of a
+text encoder by `text_encoder.<name>`: checkpoints of a denoiser's adapter need no prefix.
 
 Adapter parameters are fp32 whatever the base model is: updates of 1e-4 would vanish in bf16.
 """
@@ -6,13 +9,14 @@ Adapter parameters are fp32 whatever the base model is: updates of 1e-4 would va
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.networks.spec import build_peft_config, resolve_targets
+from lora_trainer.networks.spec import build_peft_config, check_filters, resolve_targets
 
 if TYPE_CHECKING:
     from lora_api.config import NetworkConfig
@@ -21,52 +25,102 @@ if TYPE_CHECKING:
 NAME = "default"
 """peft's name of the adapter that is trained."""
 
+CLIP_PREFIX = "text_model."
+"""Stands before the layers of CLIP's text encoders in adapter files, whether or not this version of transformers has it."""
+
 ZERO_AT_START = (".lora_B.", ".lokr_w2.", ".lokr_w2_b.")
 """Factors that start at zero, so that DeltaW is zero and the first output is the base model's."""
 
 
-def add_adapter(model: BaseModel, network: NetworkConfig, *, seed: int) -> Adapter:
-    """Puts a fresh adapter into the denoiser of `model`, in place; the denoiser's output does not change yet.
+def add_adapter(
+    model: BaseModel, network: NetworkConfig, *, seed: int, denoiser: bool = True, text_encoders: bool = False
+) -> Adapter:
+    """Puts a fresh adapter into `model`, in place; the model's output does not change yet.
 
-    The start values depend on `seed` and the layers alone: not on the global generator, which is left as it was, and
-    not on the base model's number format or device.
+    The start values depend on `seed` and the layers alone: not on the global generator, which is left as it was, not on
+    the base model's number format or device, and those of the denoiser not on the text encoders.
 
     Args:
         model: A loaded base model without an adapter.
         network: Type, rank, alpha and layers.
         seed: Of the start values.
+        denoiser: Whether the denoiser gets one.
+        text_encoders: Whether the text encoders get one, those that the family's loader takes; they stay loaded.
 
     Raises:
-        ValueError: The layer filters of `network` match nothing, or the model has an adapter already.
+        ValueError: The layer filters of `network` match nothing, the family's text encoders can't be trained, or the
+            model has an adapter already.
     """
-    denoiser = model.denoiser
-    if getattr(denoiser, "peft_config", None):
-        raise ValueError("the denoiser has an adapter already")
-    targets = resolve_targets(denoiser, model.default_targets(), network)
-    config = build_peft_config(network, targets)
-    with torch.random.fork_rng(devices=[]):
-        denoiser.add_adapter(config, NAME)  # type: ignore[operator]
-    adapter = Adapter(denoiser, config)
-    assert adapter.modules == sorted(targets.all), "peft changed other layers than it was told to"
+    names = (model.denoiser_part,) if denoiser else ()
+    if text_encoders:
+        if not model.trainable_text_parts:
+            raise ValueError(f"train.train_text_encoder: true is not supported by {type(model).__name__}; set it to false")
+        names += model.trainable_text_parts
+    modules = {name: model.denoiser if name == model.denoiser_part else model.text_encoder(name) for name in names}
+    if any(getattr(module, "peft_config", None) for module in modules.values()):
+        raise ValueError("the denoiser has an adapter already" if denoiser else "a text encoder has an adapter already")
+    defaults = {n: model.default_targets() if n == model.denoiser_part else model.text_targets(n) for n in names}
+    check_filters([f"{part}.{name}" for part, names in defaults.items() for name in names], network)
+    chosen = {part: resolve_targets(modules[part], defaults[part], network, part=part) for part in modules}
+    parts = []
+    for part, module in modules.items():
+        config = build_peft_config(network, chosen[part])
+        with torch.random.fork_rng(devices=[]):
+            module.add_adapter(config, NAME)  # type: ignore[operator]
+        parts.append(Part(part, "" if part == model.denoiser_part else f"{part}.", module, config))
+    adapter = Adapter(parts)
+    assert sorted(adapter.modules) == sorted(f"{p.prefix}{n}" for p in parts for n in chosen[p.name].all), "by peft"
+    model.trained_text = tuple(part.name for part in parts if part.prefix)
     adapter.reset(seed)
     return adapter
 
 
-class Adapter:
-    """The trained part of a denoiser.
+@dataclass(frozen=True)
+class Part:
+    """A component with adapter layers.
 
     Attributes:
-        modules: Dotted names of the layers that it changes, sorted.
+        name: The component in the pipeline, and its prefix in adapter files.
+        prefix: In front of its layers' names here.
+        module: The component.
+        config: peft's configuration of its adapter.
     """
 
-    def __init__(self, denoiser: nn.Module, config: Any) -> None:
+    name: str
+    prefix: str
+    module: nn.Module
+    config: Any
+
+    @property
+    def is_clip(self) -> bool:
+        """Whether it is a text encoder of CLIP."""
+        return bool(self.prefix) and type(self.module).__name__.startswith("CLIPText")
+
+    def layers(self) -> Iterator[tuple[str, Any]]:
+        """Its adapter layers, sorted by name."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        self._config = config
-        self._layers: dict[str, Any] = {n: m for n, m in denoiser.named_modules() if isinstance(m, BaseTunerLayer)}
-        self.modules = sorted(self._layers)
-        named = ((n, p) for n, p in denoiser.named_parameters() if p.requires_grad)
-        self._parameters = {_state_key(n): p for n, p in sorted(named)}
+        found = {n: m for n, m in self.module.named_modules() if isinstance(m, BaseTunerLayer)}
+        yield from ((f"{self.prefix}{name}", found[name]) for name in sorted(found))
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Its adapter parameters, sorted by name."""
+        found = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        yield from ((f"{self.prefix}{_state_key(name)}", found[name]) for name in sorted(found))
+
+
+class Adapter:
+    """The trained part of a base model.
+
+    Attributes:
+        modules: Dotted names of the layers that it changes, sorted within each component, the denoiser's first.
+    """
+
+    def __init__(self, parts: list[Part]) -> None:
+        self._parts = parts
+        self._layers: dict[str, Any] = {name: layer for part in parts for name, layer in part.layers()}
+        self.modules = list(self._layers)
+        self._parameters = {key: p for part in parts for key, p in part.parameters()}
         for parameter in self._parameters.values():
             parameter.data = parameter.data.float()
         self.train()
@@ -78,8 +132,13 @@ class Adapter:
         return len(self._layers)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Its fp32 parameters, in the order of their sorted names: the order the optimizer's state refers to."""
+        """Its fp32 parameters, in the order of `modules` and of names: the order the optimizer's state refers to."""
         return list(self._parameters.values())
+
+    def split_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Those of the denoiser and those of the text encoders, in the same order."""
+        denoiser = [p for part in self._parts if not part.prefix for _, p in part.parameters()]
+        return denoiser, [p for part in self._parts if part.prefix for _, p in part.parameters()]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The same with the keys of `state_dict`."""
@@ -126,14 +185,14 @@ class Adapter:
 
     # ------------------------------------------------------------------ behaviour
     def train(self, mode: bool = True) -> None:  # noqa: FBT001, FBT002 as torch.nn.Module.train
-        """Switches its dropout; nothing else in the denoiser has a training mode, all of it stays in eval."""
+        """Switches its dropout; nothing else in the base model has a training mode, all of it stays in eval."""
         for layer in self._layers.values():
             layer.eval()
             for dropout in getattr(layer, "lora_dropout", {}).values():
                 dropout.train(mode)
 
     def set_enabled(self, enabled: bool) -> None:  # noqa: FBT001 a switch
-        """False: the denoiser answers as the base model; True: with the adapter again."""
+        """False: the model answers as the base model; True: with the adapter again."""
         for layer in self._layers.values():
             layer.enable_adapters(enabled=enabled)
 
@@ -144,36 +203,54 @@ class Adapter:
 
     # ------------------------------------------------------------------ export
     def portable_state_dict(self) -> dict[str, Tensor]:
-        """`state_dict` with alpha / rank folded into one factor: means the same in programs that read no alpha."""
+        """The state under the keys of adapter files, with alpha / rank folded into one factor.
+
+        Keys are `unet.<layer>.lora_A.weight` and so on: the component and diffusers' name of the layer. CLIP layers are
+        `text_encoder.text_model.<layer>`, the name that every version of diffusers and other programs know.
+        """
         state = self.state_dict()
         for module, layer in self._layers.items():
             scale = float(layer.scaling[NAME])
             for factor in (f"{module}.lora_B.weight", f"{module}.lokr_w1"):
                 if factor in state:
                     state[factor] *= scale
-        return state
+        return {self._file_key(key): tensor for key, tensor in state.items()}
+
+    def _file_key(self, key: str) -> str:
+        part = next((part for part in self._parts if part.prefix and key.startswith(part.prefix)), self._parts[0])
+        inner = key.removeprefix(part.prefix)
+        if not part.is_clip:
+            return f"{part.name}.{inner}"
+        return f"{part.name}.{CLIP_PREFIX}{inner.removeprefix(CLIP_PREFIX)}"
 
     def portable_config(self) -> dict[str, Any]:
-        """The peft configuration of `portable_state_dict`: alpha equals the rank. Only what a reader needs, as plain data.
+        """The peft configurations of `portable_state_dict`: alpha equals the rank. Only what a reader needs, as plain data.
 
-        Fields that a reader of another version might not know are left out: loaders hand all of them to a constructor.
+        Keys begin with the component, `unet.r`. Fields that a reader of another version might not know are left out:
+        loaders hand all of them to a constructor.
         """
-        config = self._config
-        shared: dict[str, Any] = {
-            "r": config.r,
-            "target_modules": list(self.modules),
-            "rank_pattern": dict(config.rank_pattern),
-            "alpha_pattern": dict(config.rank_pattern),
-        }
-        if hasattr(config, "lora_alpha"):
-            return {**shared, "lora_alpha": config.r}
-        return {
-            **shared,
-            "alpha": config.r,
-            "decompose_both": config.decompose_both,
-            "decompose_factor": config.decompose_factor,
-            "use_effective_conv2d": config.use_effective_conv2d,
-        }
+        return {f"{part.name}.{key}": value for part in self._parts for key, value in _portable(part).items()}
+
+
+def _portable(part: Part) -> dict[str, Any]:
+    config = part.config
+    # peft takes names as endings: without `text_model.` they fit the versions of transformers that have it and those that don't
+    names = [name.removeprefix(part.prefix).removeprefix(CLIP_PREFIX) for name, _ in part.layers()]
+    shared: dict[str, Any] = {
+        "r": config.r,
+        "target_modules": names,
+        "rank_pattern": dict(config.rank_pattern),
+        "alpha_pattern": dict(config.rank_pattern),
+    }
+    if hasattr(config, "lora_alpha"):
+        return {**shared, "lora_alpha": config.r}
+    return {
+        **shared,
+        "alpha": config.r,
+        "decompose_both": config.decompose_both,
+        "decompose_factor": config.decompose_factor,
+        "use_effective_conv2d": config.use_effective_conv2d,
+    }
 
 
 def _state_key(parameter_name: str) -> str:

@@ -32,36 +32,52 @@ class Targets:
         return self.linear + self.conv
 
 
-def resolve_targets(denoiser: nn.Module, defaults: list[str], network: NetworkConfig) -> Targets:
-    """The layers that `network` trains.
+def check_filters(names: list[str], network: NetworkConfig) -> None:
+    """Makes sure that the layer filters of `network` mean something.
 
     Args:
-        denoiser: The network that gets the adapter.
+        names: Every layer that could be trained, `transformer.<dotted name>`.
+        network: Its `only_if_contains` and `ignore_if_contains`.
+
+    Raises:
+        ValueError: An entry matches no layer; the message lists candidates.
+    """
+    for field in ("only_if_contains", "ignore_if_contains"):
+        for entry in getattr(network, field):
+            if not any(entry in name for name in names):
+                raise ValueError(
+                    f"network.{field}: {entry!r} is part of no layer name; layers are {_candidates(names)}"
+                )
+
+
+def resolve_targets(
+    module: nn.Module, defaults: list[str], network: NetworkConfig, *, part: str = "transformer"
+) -> Targets:
+    """The layers of one component that `network` trains.
+
+    Args:
+        module: The component that gets the adapter.
         defaults: The family's default targets; the lists in `network` choose among these.
         network: Its `only_if_contains` keeps layers whose name contains one of its entries, its `ignore_if_contains`
             then drops. Names are matched as `transformer.<dotted name>`.
+        part: Name of the component.
 
     Returns:
-        The chosen layers in the denoiser's order; convolutions only when `network.conv` is set.
+        The chosen layers in the component's order; convolutions only when `network.conv` is set.
 
     Raises:
-        ValueError: An entry matches no layer, or none are left; the message lists candidates.
+        ValueError: No layers are left; the message lists candidates.
     """
-    modules = dict(denoiser.named_modules())
+    modules = dict(module.named_modules())
     unknown = [name for name in defaults if not isinstance(modules.get(name), nn.Linear | nn.Conv1d | nn.Conv2d)]
     if unknown:
-        raise ValueError(f"default targets {unknown}: not linear or convolution layers of {type(denoiser).__name__}")
-    for field in ("only_if_contains", "ignore_if_contains"):
-        for entry in getattr(network, field):
-            if not any(_contains(name, (entry,)) for name in defaults):
-                raise ValueError(
-                    f"network.{field}: {entry!r} is part of no layer name; layers are {_candidates(defaults)}"
-                )
+        raise ValueError(f"default targets {unknown}: not linear or convolution layers of {type(module).__name__}")
+    only, ignored = network.only_if_contains, network.ignore_if_contains
     chosen = [
         name
         for name in defaults
-        if (not network.only_if_contains or _contains(name, network.only_if_contains))
-        and not _contains(name, network.ignore_if_contains)
+        if (not only or any(entry in f"{part}.{name}" for entry in only))
+        and not any(entry in f"{part}.{name}" for entry in ignored)
     ]
     convs = tuple(name for name in chosen if not isinstance(modules[name], nn.Linear))
     if network.conv is not None and not convs:
@@ -70,13 +86,10 @@ def resolve_targets(denoiser: nn.Module, defaults: list[str], network: NetworkCo
     targets = Targets(linear, convs if network.conv is not None else ())
     if not targets.all:
         raise ValueError(
-            f"network.only_if_contains and network.ignore_if_contains leave no layer to train; layers are {_candidates(defaults)}"
+            f"network.only_if_contains and network.ignore_if_contains leave no layer to train in {part}; layers are "
+            f"{_candidates(defaults)}"
         )
     return targets
-
-
-def _contains(name: str, entries: tuple[str, ...]) -> bool:
-    return any(entry in f"transformer.{name}" for entry in entries)
 
 
 def _candidates(names: list[str]) -> str:
