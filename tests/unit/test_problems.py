@@ -107,7 +107,10 @@ def test_the_family_of_another_package_is_a_model_arch():
 @pytest.mark.parametrize("arch", ["flux1", "sd15", "sdxl", "x-mine"])
 def test_text_encoders_can_be_trained_where_the_loader_takes_them(arch):
     raw = changed(changed(JOB, "spec.config.model.arch", arch), "spec.config.train.train_text_encoder", True)
-    assert parse(LoRATrainingJob, changed(raw, "spec.config.train.train_unet", False)).spec.config.train.text_encoder_lr is None
+    assert (
+        parse(LoRATrainingJob, changed(raw, "spec.config.train.train_unet", False)).spec.config.train.text_encoder_lr
+        is None
+    )
 
 
 def test_every_pattern_has_words():

@@ -48,7 +48,9 @@ def train(
 @app.command("make-tiny")
 def make_tiny(
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
-    arch: Annotated[str, typer.Option(help="Model family: flux2_klein_4b, flux2_klein_9b or zimage.")],
+    arch: Annotated[
+        str, typer.Option(help="Model family: flux1, flux2_klein_4b, flux2_klein_9b, sd15, sdxl or zimage.")
+    ],
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
     """Write a tiny base model of a few megabytes with random weights: real classes, real files, for trying things out."""

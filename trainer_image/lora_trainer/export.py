@@ -162,9 +162,8 @@ def _differences(pipe: Any, name: str, expected: dict[str, dict[str, Tensor]]) -
             if tensors:
                 yield f"the file holds an adapter for {part}, which the pipeline has not loaded"
             continue
-        if not hasattr(module, CLIP_PREFIX.removesuffix(".")):
-            tensors = {key.removeprefix(CLIP_PREFIX): tensor for key, tensor in tensors.items()}
-        difference = _difference(module, name, tensors)
+        surplus = "" if hasattr(module, CLIP_PREFIX.removesuffix(".")) else CLIP_PREFIX
+        difference = _difference(module, name, {key.removeprefix(surplus): tensors[key] for key in tensors})
         if difference is not None:
             yield difference
 

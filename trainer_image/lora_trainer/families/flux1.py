@@ -56,6 +56,9 @@ class Flux1Model(FlowModel):
         count, channels, height, width = x_t_BChw.shape
         pipe, embeds_BLD = self.pipe, conditioning["embeds"]
         guided = self.denoiser.config.guidance_embeds  # type: ignore[union-attr]
+        ids_S3 = pipe._prepare_latent_image_ids(  # noqa: SLF001 positions of image tokens
+            count, height // 2, width // 2, self.device, self.dtype
+        )
         v_BSC = self.trainable_denoiser(
             hidden_states=pipe._pack_latents(x_t_BChw.to(self.dtype), *x_t_BChw.shape),  # noqa: SLF001 its token order
             timestep=sigma_B.to(self.device, self.dtype),
@@ -63,7 +66,7 @@ class Flux1Model(FlowModel):
             pooled_projections=conditioning["pooled"],
             encoder_hidden_states=embeds_BLD,
             txt_ids=torch.zeros(embeds_BLD.shape[1], 3, device=self.device, dtype=self.dtype),
-            img_ids=pipe._prepare_latent_image_ids(count, height // 2, width // 2, self.device, self.dtype),  # noqa: SLF001
+            img_ids=ids_S3,
             return_dict=False,
         )[0]
         v_BChw: Tensor = v_BSC.view(count, height // 2, width // 2, channels, 2, 2).permute(0, 3, 1, 4, 2, 5)
@@ -88,7 +91,7 @@ class Flux1Model(FlowModel):
     def _embed_trained(self, captions: list[str]) -> Conditioning:
         return {"pooled": self.pipe._get_clip_prompt_embeds(captions, device=self.device)}  # noqa: SLF001 CLIP alone
 
-    def _draw_latents(self, embeds: Conditioning, negative: Conditioning | None, **options: Any) -> Tensor:  # noqa: ARG002
+    def _draw_latents(self, embeds: Conditioning, negative: Conditioning | None, **options: Any) -> Tensor:  # noqa: ARG002 guidance is built in
         x_BSC = self.pipe(prompt_embeds=embeds["embeds"], pooled_prompt_embeds=embeds["pooled"], **options).images
         x_BChw: Tensor = self.pipe._unpack_latents(  # noqa: SLF001 the pipeline's token order
             x_BSC, options["height"], options["width"], self.pipe.vae_scale_factor

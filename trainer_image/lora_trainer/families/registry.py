@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib import metadata
 
+from lora_api.patterns import CUSTOM_ARCH
 from lora_trainer.families.base import Family
 
 GROUP = "lora_trainer.families"
@@ -26,6 +28,12 @@ def _third_party() -> Iterator[type[Family]]:
         cls = entry.load()
         if not (isinstance(cls, type) and issubclass(cls, Family)):
             raise TypeError(f"entry point {entry.name!r} in {GROUP} names {cls!r}, expected a subclass of Family")
+        for arch in cls.arch:
+            if not re.fullmatch(CUSTOM_ARCH, arch):
+                raise ValueError(
+                    f"model.arch {arch!r} of {cls.__qualname__} (entry point {entry.name!r}): found a name that no manifest "
+                    f"can hold, expected one like x-mine, that matches {CUSTOM_ARCH}"
+                )
         yield cls
 
 

@@ -44,7 +44,8 @@ class SDXLModel(UNetModel):
         targets = super().text_targets(part)
         if part != "text_encoder":
             return targets
-        unread = f"encoder.layers.{self.text_encoder(part).config.num_hidden_layers - 1}."  # type: ignore[union-attr]
+        config: Any = self.text_encoder(part).config
+        unread = f"encoder.layers.{config.num_hidden_layers - 1}."
         return [name for name in targets if unread not in name]
 
     def _added_conditions(self, x_t_BChw: Tensor, conditioning: Conditioning) -> dict[str, Tensor]:

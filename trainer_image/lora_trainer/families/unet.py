@@ -90,7 +90,7 @@ class UNetModel(BaseModel):
         )[0]
         return output_BChw.float()
 
-    def _added_conditions(self, x_t_BChw: Tensor, conditioning: Conditioning) -> dict[str, Tensor] | None:  # noqa: ARG002
+    def _added_conditions(self, x_t_BChw: Tensor, conditioning: Conditioning) -> dict[str, Tensor] | None:  # noqa: ARG002 SDXL uses them
         """What the UNet is told beside the text."""
         return None
 

@@ -51,10 +51,12 @@ def add_adapter(
         ValueError: The layer filters of `network` match nothing, the family's text encoders can't be trained, or the
             model has an adapter already.
     """
-    names = (model.denoiser_part,) if denoiser else ()
+    names: tuple[str, ...] = (model.denoiser_part,) if denoiser else ()
     if text_encoders:
         if not model.trainable_text_parts:
-            raise ValueError(f"train.train_text_encoder: true is not supported by {type(model).__name__}; set it to false")
+            raise ValueError(
+                f"train.train_text_encoder: true is not supported by {type(model).__name__}; set it to false"
+            )
         names += model.trainable_text_parts
     modules = {name: model.denoiser if name == model.denoiser_part else model.text_encoder(name) for name in names}
     if any(getattr(module, "peft_config", None) for module in modules.values()):

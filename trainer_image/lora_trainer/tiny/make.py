@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lora_trainer.families.folder import hide_progress_bars
+from lora_trainer.tiny import classic
 from lora_trainer.tiny.tokenizer import build_tokenizer
 from lora_trainer.tiny.vae import LATENT_CHANNELS, build_vae
 
@@ -28,7 +29,7 @@ def make_tiny(arch: str, out: Path, seed: int = 0) -> Path:
     The same `arch` and `seed` give the same weights. Nothing is downloaded.
 
     Args:
-        arch: `model.arch`: flux2_klein_4b, flux2_klein_9b or zimage.
+        arch: `model.arch` of a built-in family.
         out: The folder to write; it appears complete or not at all. One that holds a model already is left as it is.
         seed: Of the random weights.
 
@@ -148,7 +149,10 @@ def _zimage() -> Any:
 
 
 BUILDERS: dict[str, Callable[[], Any]] = {
+    "flux1": classic.flux1,
     "flux2_klein_4b": _flux2_klein,
     "flux2_klein_9b": _flux2_klein,
+    "sd15": classic.sd15,
+    "sdxl": classic.sdxl,
     "zimage": _zimage,
 }
