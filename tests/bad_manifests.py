@@ -21,6 +21,8 @@ JOB: dict[str, Any] = {
     },
 }
 
+WAN22 = {"arch": "wan22", "name_or_path": "s3://models/wan"}
+
 PROFILE: dict[str, Any] = {
     "apiVersion": "lora-operator.io/v1alpha1",
     "kind": "LoRATrainingProfile",
@@ -161,6 +163,19 @@ CHOICES = [
     _bad("spec.stores.0.type", "gcs", '"gcs" is not one of s3, directory', profile=True),
 ]
 
+ARCHS = (
+    "flux1, flux2_klein_4b, flux2_klein_9b, flux2_dev, sd15, sdxl, zimage, zimage:turbo, qwen_image, wan21, wan22, "
+    "x-... of a family that you added"
+)
+
+ARCH = [
+    _bad("spec.config.model.arch", "zimge", f'"zimge" is not one of {ARCHS}; did you mean zimage?'),
+    _bad("spec.config.model.arch", "SDXL", f'"SDXL" is not one of {ARCHS}; did you mean sdxl?'),
+    _bad("spec.config.model.arch", "x-", f'"x-" is not one of {ARCHS}'),
+    _bad("spec.config.model.arch", "x-My Model", f'"x-My Model" is not one of {ARCHS}'),
+    _bad("spec.config.model.arch", "x-" + "a" * 62, "has 64 characters; expected at most 63"),
+]
+
 LIMITS = [
     _bad("spec.config.save.max_step_saves", 0, "0 is below the minimum 1"),
     _bad("spec.config.train.steps", 100_000_000, "100000000 is above the maximum 10000000"),
@@ -265,13 +280,14 @@ CROSS_FIELD = [
     *(
         _bad(
             "spec.config",
-            JOB["spec"]["config"] | {"model": {"arch": "wan22", "name_or_path": "s3://models/wan"}} | blocks,
+            JOB["spec"]["config"] | {"model": WAN22} | blocks,
             f"spec.config.{found} is not supported for model.arch wan22, which has two experts",
         )
         for blocks, found in (
             ({"network": {"type": "full"}}, "network.type: full"),
             ({"network": {"init_from": "s3://runs/a.safetensors"}}, "network.init_from: s3://runs/a.safetensors"),
             ({"save": {"weights_bin": True}}, "save.weights_bin: true"),
+            ({"model": WAN22 | {"assistant_lora_path": "a.safetensors"}}, "model.assistant_lora_path: a.safetensors"),
         )
     ),
     *(
@@ -324,6 +340,45 @@ CROSS_FIELD = [
         "s3://models/z-image",
         "plays no part, because name_or_path is a folder with all components; remove it",
     ),
+    *(
+        _bad(
+            "spec.config",
+            JOB["spec"]["config"]
+            | {"model": {"arch": "sd15", "name_or_path": "s3://models/sd15"}, "train": {"train_text_encoder": True}}
+            | blocks,
+            f"spec.config.{message}",
+        )
+        for blocks, message in (
+            (
+                {"network": {"type": "lokr"}},
+                "network.type: must be lora with train_text_encoder: true, diffusers loads only LoRA into text encoders",
+            ),
+            (
+                {"network": {"modules": [{"match": "*attn*", "type": "dora"}]}},
+                (
+                    "network.modules: the type of each rule must be lora with train_text_encoder: true, diffusers loads only LoRA "
+                    "into text encoders"
+                ),
+            ),
+            (
+                {"save": {"formats": ["diffusers", "peft"]}},
+                (
+                    "save.formats: with train_text_encoder: true there is the format diffusers only, the others have no place for "
+                    "text encoders"
+                ),
+            ),
+        )
+    ),
+    *(
+        _bad(
+            "spec.config",
+            JOB["spec"]["config"]
+            | {"model": {"arch": arch, "name_or_path": "s3://models/a"}, "save": {"formats": ["diffusers", form]}},
+            f"spec.config.save.formats: comfyui and kohya are not supported for model.arch {arch}, whose original layers are "
+            "not known; leave diffusers and peft",
+        )
+        for arch, form in (("sdxl", "kohya"), ("x-mine", "comfyui"))
+    ),
     _bad("spec.stores.0.endpoint", ABSENT, "required for a store of type s3", profile=True),
     _bad("spec.stores.0.bucket", ABSENT, "required for a store of type s3", profile=True),
     _bad(
@@ -341,4 +396,4 @@ CROSS_FIELD = [
     ),
 ]
 
-BAD = [*UNKNOWN_FIELDS, *TYPES, *CHOICES, *LIMITS, *TEXTS, *MISSING, *CROSS_FIELD]
+BAD = [*UNKNOWN_FIELDS, *TYPES, *CHOICES, *ARCH, *LIMITS, *TEXTS, *MISSING, *CROSS_FIELD]

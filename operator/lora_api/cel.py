@@ -6,12 +6,13 @@ was expected. `tests/integration/test_crd_validation.py` gives the same bad mani
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from lora_api.archs import FRAME_STEP, VIDEO_ARCHS
+from lora_api.archs import CUSTOM_PREFIX, FRAME_STEP, TEXT_ENCODER_ARCHS, UNET_ARCHS, VIDEO_ARCHS, Arch
 from lora_api.config import MUTABLE_CONFIG_PATHS, SINGLE_FILE
 from lora_api.locations import HUB_PATTERN
+from lora_api.patterns import CUSTOM_ARCH
 from lora_api.schema import ITEMS, Path, Schema, at
 
 MUTABLE_SPEC_PATHS: tuple[Path, ...] = (
@@ -54,11 +55,24 @@ class Rule:
         return {key: value for key, value in entries.items() if value is not None}
 
 
-_VIDEO = f"self.model.arch in [{', '.join(f'{str(arch)!r}' for arch in sorted(VIDEO_ARCHS))}]"
+def _listed(values: Iterable[str]) -> str:
+    """A list of strings in CEL."""
+    return "[" + ", ".join(f"'{value}'" for value in values) + "]"
+
+
+_VIDEO = f"self.model.arch in {_listed(sorted(VIDEO_ARCHS))}"
 _ONE_FILE = f"self.name_or_path.endsWith('{SINGLE_FILE}')"
 _PICTURES_ONLY = "must be 1, because model.arch knows pictures only"
 
+
 JOB_RULES: tuple[Rule, ...] = (
+    Rule(
+        on=("spec", "config", "model"),
+        rule=f'self.arch in {_listed(tuple(Arch))} || self.arch.matches("^{CUSTOM_ARCH}$")',
+        message=f"is not one of {', '.join(Arch)}, {CUSTOM_PREFIX}... of a family that you added",
+        field="arch",
+        reason="FieldValueInvalid",
+    ),
     Rule(
         on=("spec", "config", "train"),
         rule="self.train_unet || self.train_text_encoder",
@@ -67,10 +81,29 @@ JOB_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         on=("spec", "config"),
-        rule="!self.train.train_text_encoder",
+        rule=f"!self.train.train_text_encoder || self.model.arch in {_listed(TEXT_ENCODER_ARCHS)}"
+        f' || self.model.arch.startsWith("{CUSTOM_PREFIX}")',
         message="true is not supported; set it to false",
         message_expression='"true is not supported for model.arch " + self.model.arch + "; set it to false"',
         field="train.train_text_encoder",
+    ),
+    Rule(
+        on=("spec", "config"),
+        rule='!self.train.train_text_encoder || self.network.type == "lora"',
+        message="must be lora with train_text_encoder: true, diffusers loads only LoRA into text encoders",
+        field="network.type",
+    ),
+    Rule(
+        on=("spec", "config"),
+        rule="!self.train.train_text_encoder || self.network.modules.all(m, !has(m.type) || m.type == 'lora')",
+        message="the type of each rule must be lora with train_text_encoder: true, diffusers loads only LoRA into text encoders",
+        field="network.modules",
+    ),
+    Rule(
+        on=("spec", "config"),
+        rule="!self.train.train_text_encoder || self.save.formats == ['diffusers']",
+        message="with train_text_encoder: true there is the format diffusers only, the others have no place for text encoders",
+        field="save.formats",
     ),
     Rule(
         on=("spec", "config", "network"),
@@ -168,7 +201,16 @@ JOB_RULES: tuple[Rule, ...] = (
             ("network.type", "full", "self.network.type != 'full'"),
             ("network.init_from", "an adapter to begin with", "!has(self.network.init_from)"),
             ("save.weights_bin", "true", "!self.save.weights_bin"),
+            ("model.assistant_lora_path", "a training adapter", "!has(self.model.assistant_lora_path)"),
         )
+    ),
+    Rule(
+        on=("spec", "config"),
+        rule=f"!(self.model.arch in {_listed(sorted(UNET_ARCHS))} || self.model.arch.startsWith('{CUSTOM_PREFIX}')) || "
+        "self.save.formats.all(f, f in ['diffusers', 'peft'])",
+        message="comfyui and kohya are not supported for this model.arch, whose original layers are not known; "
+        "leave diffusers and peft",
+        field="save.formats",
     ),
     Rule(
         on=("spec", "config"),

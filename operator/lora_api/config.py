@@ -11,7 +11,15 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from lora_api.archs import FRAME_STEP, VIDEO_ARCHS, Arch
+from lora_api.archs import (
+    FRAME_STEP,
+    TEXT_ENCODER_ARCHS,
+    VIDEO_ARCHS,
+    Arch,
+    ArchName,
+    knows_original_layers,
+    trains_text_encoder,
+)
 from lora_api.base import Native
 from lora_api.locations import Line, Location, ModelLocation
 from lora_api.network import NetworkConfig
@@ -43,7 +51,11 @@ Frames = Annotated[int, Field(ge=1, le=1025), AfterValidator(_clip_length)]
 class ModelConfig(Native):
     """The frozen base model."""
 
-    arch: Arch = Field(description="Model family. It alone decides how the base model is wired.")
+    arch: ArchName = Field(
+        description="Model family: `"
+        + "`, `".join(Arch)
+        + "`, or `x-...`, a family that another package adds. It alone decides how the base model is wired."
+    )
     name_or_path: ModelLocation = Field(
         description="Folder of a diffusers pipeline: a local path, s3://bucket/prefix in a store of the profile, or "
         "hf://org/repo@revision. Or the denoiser alone, a path that ends in `.safetensors`."
@@ -122,7 +134,16 @@ class TrainConfig(Native):
         le=4096,
         description="Forward passes averaged into one optimizer step. Samples per step: batch_size x this x processes.",
     )
-    lr: float = Field(1e-4, gt=0, le=10, description="Learning rate. May be changed while training.")
+    lr: float = Field(
+        1e-4,
+        gt=0,
+        le=10,
+        description="Learning rate. May be changed while training; `unet_lr` and `text_encoder_lr` change in proportion.",
+    )
+    unet_lr: float | None = Field(None, gt=0, le=10, description="Learning rate of the denoiser. Left out: `lr`.")
+    text_encoder_lr: float | None = Field(
+        None, gt=0, le=10, description="Learning rate of the text encoder. Left out: `lr`."
+    )
     lr_scheduler: Literal["constant", "cosine"] = Field("constant", description="Learning-rate schedule after warm-up.")
     warmup_steps: int = Field(0, ge=0, le=1_000_000, description="Steps over which the rate rises linearly from 0.")
     optimizer: Literal["adamw"] = Field("adamw", description="Optimizer.")
@@ -132,15 +153,22 @@ class TrainConfig(Native):
     adam_epsilon: float = Field(1e-8, gt=0, le=1, description="AdamW epsilon.")
     max_grad_norm: float = Field(1.0, ge=0, le=1e6, description="Global gradient norm limit; 0 switches clipping off.")
     train_unet: bool = Field(True, description="Train the denoiser (UNet or transformer).")
-    train_text_encoder: bool = Field(False, description="Train the text encoder, where the family's loader takes it.")
+    train_text_encoder: bool = Field(
+        False,
+        description="Train the text encoder too, with `network.type: lora`. Of the built-in families: `"
+        + "`, `".join(TEXT_ENCODER_ARCHS)
+        + "`.",
+    )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass to save memory."
     )
     dtype: Precision = Field(
         Precision.BF16, description="Number format of the base model and of the forward pass; adapters train in fp32."
     )
-    timestep_type: Literal["logit_normal", "uniform"] = Field(
-        "logit_normal", description="Density of the noise levels (Esser et al. 2024, section 3.1)."
+    timestep_type: Literal["logit_normal", "uniform"] | None = Field(
+        None,
+        description="Density of the noise levels (Esser et al. 2024, section 3.1). Left out: the family's own, "
+        "logit_normal for flow matching, uniform for sd15 and sdxl.",
     )
     max_nonfinite_steps: int = Field(
         10, ge=1, le=10000, description="Steps in a row whose loss is not finite before the run stops."
@@ -232,9 +260,25 @@ class TrainerConfig(Native):
             raise ValueError(
                 "train.train_unet: false, and train_text_encoder is false too, so nothing would be trained; set one to true"
             )
-        if self.train.train_text_encoder:
+        return self
+
+    @model_validator(mode="after")
+    def _text_encoder_can_be_trained(self) -> TrainerConfig:
+        if not self.train.train_text_encoder:
+            return self
+        if not trains_text_encoder(self.model.arch):
             raise ValueError(
                 f"train.train_text_encoder: true is not supported for model.arch {self.model.arch}; set it to false"
+            )
+        why = "with train_text_encoder: true, diffusers loads only LoRA into text encoders"
+        if self.network.type != "lora":
+            raise ValueError(f"network.type: must be lora {why}")
+        if any(rule.type not in (None, "lora") for rule in self.network.modules):
+            raise ValueError(f"network.modules: the type of each rule must be lora {why}")
+        if set(self.save.formats) != {"diffusers"}:
+            raise ValueError(
+                "save.formats: with train_text_encoder: true there is the format diffusers only, the others have no place "
+                "for text encoders"
             )
         return self
 
@@ -246,10 +290,20 @@ class TrainerConfig(Native):
             "network.type: full": self.network.type == "full",
             f"network.init_from: {self.network.init_from}": self.network.init_from is not None,
             "save.weights_bin: true": self.save.weights_bin,
+            f"model.assistant_lora_path: {self.model.assistant_lora_path}": self.model.assistant_lora_path is not None,
         }
         for found, is_so in refused.items():
             if is_so:
                 raise ValueError(f"{found} is not supported for model.arch wan22, which has two experts")
+        return self
+
+    @model_validator(mode="after")
+    def _formats_are_known_for_the_family(self) -> TrainerConfig:
+        if not knows_original_layers(self.model.arch) and not set(self.save.formats) <= {"diffusers", "peft"}:
+            raise ValueError(
+                f"save.formats: comfyui and kohya are not supported for model.arch {self.model.arch}, whose original layers "
+                "are not known; leave diffusers and peft"
+            )
         return self
 
     @model_validator(mode="after")

@@ -13,3 +13,6 @@ PATTERN_WORDS: dict[str, str] = {
     r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$": "a bucket name: 3 to 63 lower-case letters, digits, '-' and '.'",
 }
 """Every pattern of the types; a test holds it against the CRDs."""
+
+CUSTOM_ARCH = "x-[a-z0-9]([a-z0-9_.-]*[a-z0-9])?"
+"""Names of model families that other packages add, whole; in the part of the syntax that Python and CEL share."""

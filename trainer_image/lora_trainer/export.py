@@ -1,7 +1,7 @@
 """The final weights as files, and the loader that checks that a pipeline got all of them.
 
 Several key layouts load without an error and without any effect, so loading here always ends in a comparison of what
-the file holds with what the denoiser got.
+the file holds with what each component of the pipeline got.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from torch import Tensor
 
 from lora_trainer.export_layouts import ALPHA, AdapterFile, files_of
 from lora_trainer.families.base import BaseModel
+from lora_trainer.families.parts import CLIP_LEAD
 from lora_trainer.networks import Adapter, FullFineTune, Trainable, installed_adapter
 from lora_trainer.tensorfile import with_header
 
 FOREIGN_PREFIXES = ("transformer.", "diffusion_model.", "base_model.model.", "unet.")
+TEXT_PARTS = ("text_encoder", "text_encoder_2")
 RESERVED = {"format", "lora_adapter_metadata", "sshs_model_hash"}
 WEIGHTS_BIN = "adapter_weights.bin"
 
@@ -56,7 +58,7 @@ def export_files(
     """Writes what was trained into `folder`, each file whole or not at all.
 
     Adapters are written in every layout of `formats` (see `export_layouts`); `adapter.safetensors` is that of
-    diffusers. A denoiser that was trained whole is written as the component `transformer/` of a diffusers pipeline. The
+    diffusers. A denoiser that was trained whole is written as the component of a diffusers pipeline that it is, `transformer/` or `unet/`. The
     number format is changed last, and nothing is written unless every number is finite in it.
 
     Args:
@@ -138,14 +140,14 @@ def _write(target: Path, data: bytes) -> None:
         raise
 
 
-def load_into_pipeline(pipe: Any, file: Path, *, name: str = "adapter", component: str = "transformer") -> int:
+def load_into_pipeline(pipe: Any, file: Path, *, name: str = "adapter", component: str | None = None) -> int:
     """Loads an adapter file into a diffusers pipeline and makes sure that all of it arrived.
 
     Args:
         pipe: A pipeline of the adapter's base model.
         file: What `export_final` wrote, or another program's file with diffusers' layer names.
         name: The adapter's name in the pipeline.
-        component: The denoiser that it is for.
+        component: The denoiser that it is for, where a pipeline has two.
 
     Returns:
         The number of layers that hold the adapter now.
@@ -154,29 +156,33 @@ def load_into_pipeline(pipe: Any, file: Path, *, name: str = "adapter", componen
         ValueError: The pipeline refused the file, or took nothing, a part, or other values of it; the pipeline is
             without that adapter then.
     """
+    component = component or ("unet" if hasattr(pipe, "unet") else "transformer")
     with safe_open(str(file), framework="pt") as reader:
-        expected = {_strip(key): reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118 not a mapping
-    denoiser = getattr(pipe, component)
+        tensors = {key: reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118 not a mapping
+    expected = {part: _of_part(tensors, part, component) for part in (component, *TEXT_PARTS)}
     try:
-        _load(pipe, file, expected, name, component)
-    except (ValueError, KeyError, RuntimeError, TypeError) as error:
+        _load(pipe, file, name, component, lokr=any(".lokr_" in key for key in tensors))
+    except (ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         raise ValueError(f"{file}: the {type(pipe).__name__} refuses the adapter: {error}") from error
-    problem = _difference(denoiser, name, expected)
+    problem = next(_differences(pipe, name, expected), None) if tensors else "the file holds no adapter"
     if problem is not None:
-        if installed_adapter(denoiser, name).modules:
-            denoiser.delete_adapters(name)
+        if any(installed_adapter(module, name).modules for module in _modules(pipe)):
+            pipe.delete_adapters(name)
         raise ValueError(f"{file}: {problem}")
-    return len({_module(key) for key in expected})
+    return sum(len({_module(key) for key in of_part}) for of_part in expected.values())
 
 
-def _load(pipe: Any, file: Path, expected: Mapping[str, Tensor], name: str, component: str) -> None:
-    """Most pipelines take LoRA only; their denoisers take LoKr as well."""
-    takes_lokr = type(pipe).__name__.startswith(("Flux2", "ZImage"))
-    if any(".lokr_" in key for key in expected) and not takes_lokr:
-        getattr(pipe, component).load_lora_adapter(str(file), prefix="transformer", adapter_name=name)
-        return
+def _load(pipe: Any, file: Path, name: str, component: str, *, lokr: bool) -> None:
+    """Through the pipeline's own loader; LoKr straight into the denoiser where that knows LoRA only."""
     into = {"load_into_transformer_2": True} if component == "transformer_2" else {}
-    pipe.load_lora_weights(str(file), adapter_name=name, **into)
+    try:
+        pipe.load_lora_weights(str(file), adapter_name=name, **into)
+    except ValueError:
+        denoiser = getattr(pipe, component)
+        if not lokr or installed_adapter(denoiser, name).modules:
+            raise
+        prefix = component.removesuffix("_2")
+        denoiser.load_lora_adapter(str(file.parent), weight_name=file.name, prefix=prefix, adapter_name=name)
 
 
 def load_all_into_pipeline(pipe: Any, files: Sequence[Path], *, name: str = "adapter") -> int:
@@ -194,14 +200,38 @@ def load_all_into_pipeline(pipe: Any, files: Sequence[Path], *, name: str = "ada
     return count
 
 
-def _difference(denoiser: torch.nn.Module, name: str, expected: dict[str, Tensor]) -> str | None:
-    found = installed_adapter(denoiser, name)
+def _modules(pipe: Any) -> Iterator[torch.nn.Module]:
+    yield from (part for part in pipe.components.values() if isinstance(part, torch.nn.Module))
+
+
+def _of_part(tensors: dict[str, Tensor], part: str, component: str) -> dict[str, Tensor]:
+    """What a file holds for one component, under that component's own names."""
+    owner = {key: next((text for text in TEXT_PARTS if key.startswith(f"{text}.")), component) for key in tensors}
+    mine = {key: tensor for key, tensor in tensors.items() if owner[key] == part}
+    if part == component:
+        return {_strip(key): tensor for key, tensor in mine.items()}
+    return {key.removeprefix(f"{part}."): tensor for key, tensor in mine.items()}
+
+
+def _differences(pipe: Any, name: str, expected: dict[str, dict[str, Tensor]]) -> Iterator[str]:
+    for part, tensors in expected.items():
+        module = getattr(pipe, part, None)
+        if not isinstance(module, torch.nn.Module):
+            if tensors:
+                yield f"the file holds an adapter for {part}, which the pipeline has not loaded"
+            continue
+        surplus = "" if hasattr(module, CLIP_LEAD.removesuffix(".")) else CLIP_LEAD
+        difference = _difference(module, name, {key.removeprefix(surplus): tensors[key] for key in tensors})
+        if difference is not None:
+            yield difference
+
+
+def _difference(module: torch.nn.Module, name: str, expected: dict[str, Tensor]) -> str | None:
+    found = installed_adapter(module, name)
     wanted = {_module(key) for key in expected}
-    if not wanted:
-        return "the file holds no adapter"
     if missing := sorted(wanted - found.modules):
         return (
-            f"the file has adapters for {len(wanted)} layers, {type(denoiser).__name__} took {len(found.modules)} of them; "
+            f"the file has adapters for {len(wanted)} layers, {type(module).__name__} took {len(found.modules)} of them; "
             f"without effect: {', '.join(missing[:3])}"
         )
     if extra := sorted(found.modules - wanted):

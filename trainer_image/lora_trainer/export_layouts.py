@@ -3,7 +3,7 @@
 Every layout is built from fp32 factors and holds the same DeltaW. The scale alpha / rank is folded into the weights
 wherever readers disagree about it; where a layout has its own place for alpha, that is used.
 
-- diffusers: `transformer.<layer>.lora_A.weight`, `.lokr_w1`...; one file for each kind that diffusers reads (lora,
+- diffusers: `transformer.<layer>.lora_A.weight` (or `unet.`, `text_encoder.text_model.`), `.lokr_w1`...; one file for each kind that diffusers reads (lora,
   dora, lokr). loha is written as the lora that it equals.
 - Two experts: `adapter_high_noise.safetensors` and `adapter_low_noise.safetensors`, and so for every layout.
 - peft: the same under `base_model.model.`, with `adapter_config.json`; one folder for each kind.
@@ -77,7 +77,7 @@ def diffusers_files(model: BaseModel, adapter: Adapter) -> list[AdapterFile]:
         begun.add(ending)
         tensors: dict[str, Tensor] = {}
         for part, names in by_part(adapter.parts, group):
-            tensors |= _keyed({part.inner(n): group[n] for n in names}, part.file_prefix)
+            tensors |= _keyed({part.bare(n): group[n] for n in names}, part.file_prefix)
         files.append(AdapterFile(name, tensors, header))
     return files
 

@@ -33,10 +33,11 @@ def draw(prepared: Prepared, sample: SampleConfig, folder: Path, report: Report)
     """One picture for each prompt, in `folder`; what `report` raises ends it between two pictures."""
     total = len(prepared.conditions)
     report(f"drawing sample 1/{total}")
+    conditions, negative = prepared.conditions_now()
     return draw_samples(
         prepared.model,
-        prepared.conditions,
-        prepared.negative if sample.guidance_scale > 0 else None,
+        conditions,
+        negative if sample.guidance_scale > 0 else None,
         folder,
         width=sample.width,
         height=sample.height,

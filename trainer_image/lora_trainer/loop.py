@@ -60,7 +60,7 @@ class Loop:
         settings: What may change while it runs.
         state: Counters; changed in place.
         model: Base model whose `forward_module` holds the adapter.
-        optimizer: Over the adapter's parameters.
+        optimizer: Over the adapter's parameters; from `state.build_optimizer`.
         batches: Micro-batches in order.
         group: All ranks.
         stop: Set by signals.
@@ -85,6 +85,8 @@ class Loop:
     def __post_init__(self) -> None:
         self._parameters: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._scaled = self.config.train.dtype is Precision.FP16
+        wrapped = {id(parameter) for parameter in self.model.forward_module.parameters()}
+        self._apart = [p for p in self._parameters if id(p) not in wrapped]  # text encoders
         self._dropout = self.config.network.dropout > 0
 
     def run(self) -> bool:
@@ -121,6 +123,7 @@ class Loop:
                 batch = self.batches.next()
             with self._without_sync() if micro < count - 1 else nullcontext():
                 losses.append(self._forward_backward(batch, count))
+        self.group.average([p.grad for p in self._apart if p.grad is not None])
         with self.timer.part("norm"):
             gradients = [p.grad for p in self._parameters if p.grad is not None]
             if self._scaled:
@@ -132,16 +135,15 @@ class Loop:
         if self._dropout:
             seed_dropout(self.config.train.seed, self.state.iteration, batch.slot, self.model.device)
         with self.timer.part("forward"), autocast(self.model.device, self.config.train.dtype):
-            velocity = self.model.velocity(batch.x_t, batch.sigma, batch.conditioning)
-            loss = loss_of(velocity, batch.target)
+            conditioning = self.model.conditioned(batch.conditioning, batch.captions)
+            loss = loss_of(self.model.predict(batch.x_t, batch.time, conditioning), batch.target)
         with self.timer.part("backward"):
             factor = (self.state.loss_scale if self._scaled else 1.0) / count
             (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def _without_sync(self) -> Any:
-        module = self.model.forward_module
-        return module.no_sync() if self.group.world_size > 1 else nullcontext()  # type: ignore[operator]
+        return getattr(self.model.forward_module, "no_sync", nullcontext)()
 
     def _update(self, agreed: Agreement, norm: Tensor, begin: float) -> None:
         train, state = self.config.train, self.state
@@ -156,7 +158,7 @@ class Loop:
             if 0 < train.max_grad_norm < agreed.grad_norm:
                 clip_grads_with_norm_(self._parameters, train.max_grad_norm, norm, foreach=True)
             for group in self.optimizer.param_groups:
-                group["lr"] = lr * group.get("lr_scale", 1.0)
+                group["lr"] = lr * group["lr_scale"]
             self.optimizer.step()
             self.optimizer.zero_grad()
         state.step += 1

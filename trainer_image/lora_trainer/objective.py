@@ -1,6 +1,7 @@
 """What is minimised, and the noise it is measured with.
 
-Flow matching: x_t = (1 - sigma) x0 + sigma n, the model is asked for n - x0, the loss is the mean squared error.
+The loss is the mean squared error between what the family's model predicts and its target. For flow matching,
+x_t = (1 - sigma) x0 + sigma n and the target is n - x0; see `families.unet` for DDPM.
 
 All randomness is counter-based: what the sample in slot `slot` of iteration `iteration` draws follows from (seed,
 iteration, slot) alone. No generator state needs saving, and a run gives the same numbers on one process or many, with
@@ -66,6 +67,6 @@ def noisy(x0_BChw: Tensor, noise_BChw: Tensor, sigma_B: Tensor) -> tuple[Tensor,
     return (1 - sigma_B111) * x0_BChw + sigma_B111 * noise_BChw, noise_BChw - x0_BChw
 
 
-def loss_of(velocity_BChw: Tensor, target_BChw: Tensor) -> Tensor:
+def loss_of(prediction_BChw: Tensor, target_BChw: Tensor) -> Tensor:
     """Mean squared error, in fp32."""
-    return mse_loss(velocity_BChw.float(), target_BChw)
+    return mse_loss(prediction_BChw.float(), target_BChw)

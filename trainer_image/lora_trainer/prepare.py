@@ -27,7 +27,8 @@ from lora_trainer.runtime import TORCH_DTYPE, Group
 from lora_trainer.stopping import StopRequest
 
 if TYPE_CHECKING:
-    from lora_trainer.families.base import BaseModel, Family
+    from lora_trainer.families.base import BaseModel
+    from lora_trainer.families.family import Family
     from lora_trainer.networks import Trainable
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,12 @@ class Prepared:
     prompts: tuple[str, ...]
     conditions: list[Condition]  # of the prompts, on rank 0
     negative: Condition | None  # of the empty prompt, where there are prompts
+
+    def conditions_now(self) -> tuple[list[Condition], Condition | None]:
+        """`conditions` and `negative` as the text encoders stand now."""
+        negative = self.negative and self.model.refreshed(self.negative, "")
+        pairs = zip(self.conditions, self.prompts, strict=True)
+        return [self.model.refreshed(condition, prompt) for condition, prompt in pairs], negative
 
 
 @dataclass
@@ -203,7 +210,10 @@ def _add_adapter(model: BaseModel, run: RunConfig, first: Path | None) -> Traina
         if network.type == "full":
             adapter: Trainable = train_all(model, network)
         else:
-            adapter = add_adapter(model, network, seed=run.config.train.seed)
+            train = run.config.train
+            adapter = add_adapter(
+                model, network, seed=train.seed, denoiser=train.train_unet, text_encoders=train.train_text_encoder
+            )
         if first is not None:
             with model.plain_weights():
                 warm_start(model, adapter, first)

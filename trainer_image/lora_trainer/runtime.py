@@ -97,8 +97,8 @@ class Group:
         return group
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """The module, with gradients averaged over ranks."""
-        if self.world_size == 1:
+        """The module, with gradients averaged over ranks; as it is when nothing in it is trained."""
+        if self.world_size == 1 or not any(parameter.requires_grad for parameter in module.parameters()):
             return module
         ids = [self.device.index] if self.device.type == "cuda" else None
         known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
@@ -111,6 +111,14 @@ class Group:
             gradient_as_bucket_view=True,
             **{sync: False},  # type: ignore[arg-type]
         )
+
+    def average(self, gradients: list[Tensor]) -> None:
+        """Averages over ranks, in place, what belongs to no wrapped module; every rank has the same gradients."""
+        if self.world_size == 1 or not gradients:
+            return
+        flat = nn.utils.parameters_to_vector(gradients)
+        dist.all_reduce(flat)
+        nn.utils.vector_to_parameters(flat / self.world_size, gradients)
 
     def agree(self, loss: Tensor, grad_norm: Tensor, *, stop: bool, news: bool) -> Agreement:
         """Makes one iteration's facts common to all ranks; the only wait for the device in an iteration.

@@ -92,9 +92,11 @@ class Session:
     def _restore(self) -> None:
         """Optimizer, counters and settings, from the checkpoint if there is one."""
         self.settings = self.beginning.settings
-        self.optimizer = build_optimizer(
-            self.prepared.adapter.optimizer_groups(self.run.config.train.lr), self.run.config.train
+        train = self.run.config.train
+        groups = self.prepared.adapter.optimizer_groups(
+            train.lr, denoiser_lr=train.unet_lr, text_lr=train.text_encoder_lr
         )
+        self.optimizer = build_optimizer(groups, train)
         self.state = TrainState()
         if self.beginning.manifest_key is not None:
             found, self.newest = self.newest or self._read_again(self.beginning.manifest_key), None
@@ -123,7 +125,7 @@ class Session:
         order = BatchOrder([s.group for s in self.prepared.samples], share.global_batch, config.train.seed)
         maker = BatchMaker(
             SampleReader(self.prepared.samples, model, self.prepared.cache), order, model, share,
-            seed=config.train.seed, density=config.train.timestep_type,
+            seed=config.train.seed, density=config.train.timestep_type or model.density,
         )  # fmt: skip
         model.forward_module = self.group.wrap(model.denoiser)
         reporter.now.samples_per_step = share.samples_per_step

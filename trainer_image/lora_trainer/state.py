@@ -35,13 +35,14 @@ class TrainState:
 def build_optimizer(
     parameters: list[torch.nn.Parameter] | list[dict[str, Any]], config: TrainConfig
 ) -> torch.optim.AdamW:
-    """AdamW over the adapter, in fp32.
+    """AdamW over what is trained, in fp32.
 
     Args:
-        parameters: Plain, or in groups as `Trainable.optimizer_groups` makes them.
+        parameters: Plain, or in groups as `Trainable.optimizer_groups` makes them; `lr_scale` of each is its learning rate as a multiple of
+            `train.lr`, to which the loop holds when that changes.
         config: Rates and moments.
     """
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         parameters,
         lr=config.lr,
         betas=(config.adam_beta1, config.adam_beta2),
@@ -49,6 +50,9 @@ def build_optimizer(
         weight_decay=config.weight_decay,
         fused=True,  # one kernel over all parameters, on CPUs too
     )
+    for group in optimizer.param_groups:
+        group.setdefault("lr_scale", 1.0)
+    return optimizer
 
 
 def pack(
@@ -62,7 +66,8 @@ def pack(
         state: Counters.
         extra: Facts for people and for checks: settings in force, data digest, versions.
     """
-    counters = {"version": _VERSION, **asdict(state), **extra}
+    scales = [group["lr_scale"] for group in optimizer.param_groups]
+    counters = {"version": _VERSION, **asdict(state), "lr_scales": scales, **extra}
     return {
         ADAPTER: with_header(
             adapter.checkpoint_tensors(),
@@ -88,6 +93,8 @@ def unpack(files: Mapping[str, bytes], adapter: Trainable, optimizer: torch.opti
         position, _, key = name.partition(".")
         nested.setdefault(int(position), {})[key] = tensor
     optimizer.load_state_dict({"state": nested, "param_groups": optimizer.state_dict()["param_groups"]})
+    for group, scale in zip(optimizer.param_groups, counters["lr_scales"], strict=True):
+        group["lr_scale"] = scale  # relative to the rate the run began with, whatever `train.lr` says by now
     return TrainState(**{name: counters[name] for name in asdict(TrainState())})
 
 

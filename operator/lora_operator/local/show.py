@@ -100,7 +100,7 @@ def diffusers_lines(base_model: str, adapter: str) -> list[str]:
         return [
             "from diffusers import AutoModel, DiffusionPipeline",
             f'denoiser = AutoModel.from_pretrained("{folder}")',
-            f'pipe = DiffusionPipeline.from_pretrained("{base_model}", transformer=denoiser)',
+            f'pipe = DiffusionPipeline.from_pretrained("{base_model}", {Path(folder).name}=denoiser)',
         ]
     experts = [f"adapter{ending}.safetensors" for ending in _EXPERTS]
     if name not in ("adapter.safetensors", *experts):

@@ -16,7 +16,7 @@ from lora_trainer.data.cache import TensorCache, latents_key, text_key
 from lora_trainer.data.encode import pixels_of
 from lora_trainer.data.sampler import BatchOrder
 from lora_trainer.data.samples import Sample
-from lora_trainer.objective import draw, noisy
+from lora_trainer.objective import draw
 
 if TYPE_CHECKING:
     from lora_trainer.families.base import BaseModel, Conditioning
@@ -31,9 +31,10 @@ class MicroBatch:
 
     x_t: Tensor  # (B, C, h, w) fp32
     target: Tensor  # (B, C, h, w) fp32
-    sigma: Tensor  # (B,) fp32
+    time: Tensor  # (B,) as in families.base.Corrupted
     conditioning: Conditioning
     slot: int  # of its first sample, see objective.draw
+    captions: tuple[str, ...] = ()  # of the batch, where a text encoder is trained
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,13 @@ class SampleReader:
         return self._load(self._keys[number])["latents"]
 
     def condition(self, number: int, drop: float) -> dict[str, Tensor]:
-        """The condition of a sample's caption, or of its dropped one when `drop` is below its rate."""
+        """The condition of `caption`."""
+        return self._load(self._text_keys[self.caption(number, drop)])
+
+    def caption(self, number: int, drop: float) -> str:
+        """A sample's caption, or its dropped one when `drop` is below its rate."""
         sample = self._samples[number]
-        text = sample.dropped_caption if drop < sample.dropout else sample.caption
-        return self._load(self._text_keys[text])
+        return sample.dropped_caption if drop < sample.dropout else sample.caption
 
     def _load(self, key: str) -> dict[str, Tensor]:
         found = self._memory.get(key)
@@ -126,15 +130,17 @@ class BatchMaker:
             draw(self._seed, iteration, first + place, tuple(x0_BChw.shape[1:]), self._density)
             for place in range(len(mine))
         ]
-        sigma_B = model.shift_sigma(torch.stack([each.u for each in draws]))
-        x_t_BChw, target_BChw = noisy(x0_BChw, torch.stack([each.noise for each in draws]), sigma_B)
-        conditions = [self._reader.condition(number, each.drop) for number, each in zip(mine, draws, strict=True)]
+        corrupted = model.corrupt(
+            x0_BChw, torch.stack([each.noise for each in draws]), torch.stack([each.u for each in draws])
+        )
+        drawn = [(number, each.drop) for number, each in zip(mine, draws, strict=True)]
         return MicroBatch(
-            x_t=self._to_device(x_t_BChw),
-            target=self._to_device(target_BChw),
-            sigma=self._to_device(sigma_B),
-            conditioning=model.collate(conditions),
+            x_t=self._to_device(corrupted.x_t),
+            target=self._to_device(corrupted.target),
+            time=self._to_device(corrupted.time),
+            conditioning=model.collate([self._reader.condition(*each) for each in drawn]),
             slot=first,
+            captions=tuple(self._reader.caption(*each) for each in drawn) if model.trained_text else (),
         )
 
     def _to_device(self, tensor: Tensor) -> Tensor:

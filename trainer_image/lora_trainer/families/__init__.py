@@ -3,7 +3,8 @@
 The rest of the trainer sees a `BaseModel` and never asks which family it came from.
 """
 
-from lora_trainer.families.base import BaseModel, Conditioning, Family
+from lora_trainer.families.base import BaseModel, Conditioning
+from lora_trainer.families.family import Family
 from lora_trainer.families.folder import ModelError
 from lora_trainer.families.registry import family_for, known_archs
 

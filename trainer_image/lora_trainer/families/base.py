@@ -1,15 +1,15 @@
 """What every family offers to the trainer.
 
-Flow matching, in the notation of the whole trainer: x_t = (1 - sigma) x0 + sigma n with sigma in (0, 1), 1 being pure
-noise, and the velocity d x_t / d sigma = n - x0. Families differ in how pixels become latents, how captions become
-conditions, and how their denoiser wants to be asked for that velocity; `BaseModel` hides all three.
+Families differ in how pixels become latents, how captions become conditions, how latents are corrupted, what the
+denoiser predicts from them, and how it wants to be asked; `BaseModel` hides all of it. What several families share lies
+beside this module: `flow` (flow matching), `unet` (DDPM with a UNet).
 
 Shapes: B batch, C latent channels, h and w latent height and width, H and W pixels, L text tokens, D text width. Families
 that make videos have F frames behind the channels: (B, 3, F, H, W) pixels and (B, C, f, h, w) latents.
 
 References:
-    Lipman et al. 2023, "Flow Matching for Generative Modeling", section 4 (the straight path).
-    `tests/trainer/test_wiring.py` compares every family with what its diffusers pipeline computes.
+    `tests/trainer/test_wiring.py` and `test_wiring_classic.py` compare every family with what its diffusers pipeline
+    computes.
 """
 
 from __future__ import annotations
@@ -18,24 +18,35 @@ import contextlib
 import gc
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from lora_trainer.families.folder import content_identity, load_part, load_single_files
+from lora_trainer.families.evaluating import evaluating
+from lora_trainer.families.folder import content_identity, load_part
 from lora_trainer.families.original import Original
-from lora_trainer.families.parts import Part
+from lora_trainer.families.parts import CLIP_LEAD, Part
 
 if TYPE_CHECKING:
     from lora_trainer.networks.assistant import Assistant
 
 Conditioning: TypeAlias = dict[str, Any]
 """A batch of conditions on the device, as `collate` built it; only the family that built it looks inside."""
+
+
+@dataclass(frozen=True)
+class Corrupted:
+    """Latents with noise in them, and what the denoiser is asked for."""
+
+    x_t: Tensor  # (B, C, h, w)
+    time: Tensor  # (B,) sigma in (0, 1), or a whole step: what the family's `predict` takes
+    target: Tensor  # (B, C, h, w)
 
 
 class BaseModel(ABC):
@@ -45,7 +56,8 @@ class BaseModel(ABC):
         pipe: The diffusers pipeline around the components; its text encoder is None while it is not loaded.
         denoiser: The network that adapters are added to.
         assistant: A training adapter that is part of the denoiser's weights, but not of samples.
-        forward_module: What `velocity` calls: the denoiser, or a wrapper that the loop put around it (DDP).
+        forward_module: What `predict` calls: the denoiser, or a wrapper that the loop put around it (DDP).
+        trained_text: Components among `trainable_text_parts` that hold an adapter.
         folder: The model folder.
         dtype: Number format of denoiser and text encoder. The VAE is always fp32: it is small, and bf16 pictures band.
         device: Where everything runs.
@@ -59,17 +71,27 @@ class BaseModel(ABC):
     max_text_tokens: ClassVar[int] = 512
 
     export_parts: ClassVar[dict[str, str]] = {"": "transformer"}
-    """Adapter files by the ending of their name, with the pipeline component that each is for. More than one: the
-    denoiser is a container with one child of that name for each."""
+    """Adapter files by the ending of their name, with the pipeline component of the denoiser that each is for. More than
+    one: the denoiser is a container with one child of that name for each."""
+
+    text_parts: ClassVar[tuple[str, ...]] = ("text_encoder",)
+    """Components that encode captions."""
+
+    trainable_text_parts: ClassVar[tuple[str, ...]] = ()
+    """Those of them for which the pipeline's loader takes adapters. A family that names any writes `_embed_trained`."""
+
+    density: ClassVar[Literal["logit_normal", "uniform"]] = "logit_normal"
+    """Density of the noise levels where the configuration does not choose one."""
 
     def __init__(self, pipe: Any, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
         self.pipe = pipe
         self.folder = folder
         self.dtype = dtype
         self.device = device
-        self.denoiser: nn.Module = pipe.transformer
+        self.denoiser: nn.Module = getattr(pipe, next(iter(self.export_parts.values())))
         self.forward_module: nn.Module = self.denoiser
         self.assistant: Assistant | None = None
+        self.trained_text: tuple[str, ...] = ()
         for module in (self.denoiser, pipe.vae):
             module.requires_grad_(requires_grad=False).eval()
 
@@ -83,18 +105,24 @@ class BaseModel(ABC):
         """What the VAE decoder takes: the inverse of `normalise`."""
 
     @abstractmethod
-    def velocity(self, x_t_BChw: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """The model's velocity n - x0 at `x_t`, fp32, shaped like `x_t`.
+    def corrupt(self, x0_BChw: Tensor, noise_BChw: Tensor, u_B: Tensor) -> Corrupted:
+        """Noisy latents, their times, and the target that `predict` is trained towards.
 
         Args:
-            x_t_BChw: Noisy normalised latents, any float format.
-            sigma_B: Noise levels in (0, 1).
-            conditioning: What `collate` returned, for B captions.
+            x0_BChw: Normalised latents, fp32.
+            noise_BChw: Standard normal noise.
+            u_B: In (0, 1), drawn from `density` or what the configuration chose: where between picture and noise.
         """
 
     @abstractmethod
-    def collate(self, conditions: list[dict[str, Tensor]]) -> Conditioning:
-        """A batch of what `encode_text` returned, on the device, in the denoiser's number format."""
+    def predict(self, x_t_BChw: Tensor, time_B: Tensor, conditioning: Conditioning) -> Tensor:
+        """The model's prediction of the target at `x_t`, fp32, shaped like `x_t`.
+
+        Args:
+            x_t_BChw: Noisy normalised latents, any float format.
+            time_B: As in `Corrupted`.
+            conditioning: What `collate` returned, for B captions.
+        """
 
     @abstractmethod
     def default_targets(self) -> list[str]:
@@ -116,9 +144,25 @@ class BaseModel(ABC):
     def _embed_caption(self, caption: str) -> dict[str, Tensor]:
         """The condition of one caption, without batch dimension; the text encoder is loaded."""
 
+    def _embed_trained(self, captions: list[str]) -> Conditioning:
+        """The entries of the conditioning that `trainable_text_parts` compute, for a batch, with gradients."""
+        raise NotImplementedError(f"{type(self).__name__} names trainable text encoders, but does not embed with them")
+
     @abstractmethod
     def _draw_latents(self, embeds: Conditioning, negative: Conditioning | None, **options: Any) -> Tensor:
         """Denoised latents (1, C, h, w), normalised, from the real pipeline called with `options`."""
+
+    def collate(self, conditions: list[dict[str, Tensor]]) -> Conditioning:
+        """A batch of what `encode_text` returned, on the device, in the denoiser's number format."""
+        return {
+            name: torch.stack([each[name] for each in conditions]).to(self.device, self.dtype) for name in conditions[0]
+        }
+
+    def text_targets(self, part: str) -> list[str]:
+        """Names, inside a text encoder, of the layers that adapters change: the attention projections."""
+        names = ("q_proj", "k_proj", "v_proj", "out_proj")
+        modules = self.text_encoder(part).named_modules()
+        return [n for n, m in modules if isinstance(m, nn.Linear) and n.rpartition(".")[2] in names]
 
     # ------------------------------------------------------------------ encoding
     def _vae_pixels(self, pixels: Tensor) -> Tensor:
@@ -147,29 +191,38 @@ class BaseModel(ABC):
     def encode_text(self, caption: str) -> dict[str, Tensor]:
         """The condition of one caption: named tensors without batch dimension, on the CPU, in the encoder's format.
 
-        Loads the text encoder when it is not in memory; `free_encoders` lets it go again.
+        Loads the text encoders when they are not in memory; `free_encoders` lets them go again.
         """
-        if self.pipe.text_encoder is None:
-            self.pipe.text_encoder = self._load_text_encoder()
+        for part in self.text_parts:
+            self.text_encoder(part)
         with self._without_autocast():
             return {name: tensor.cpu().contiguous() for name, tensor in self._embed_caption(caption).items()}
 
     def free_encoders(self) -> None:
-        """Lets go of the text encoder and the VAE's encoder; its decoder stays, samples need it."""
-        self.pipe.text_encoder = None
+        """Lets go of the text encoders and the VAE's encoder; its decoder stays, samples need it."""
+        assert not self.trained_text, "a text encoder with an adapter can't be loaded again"
+        for part in self.text_parts:
+            setattr(self.pipe, part, None)
         self.pipe.vae.encoder = None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _load_text_encoder(self) -> nn.Module:
+    def text_encoder(self, part: str) -> nn.Module:
+        """A text encoder of the pipeline, frozen; loaded when it is not in memory."""
+        if getattr(self.pipe, part) is None:
+            setattr(self.pipe, part, self._load_text_encoder(part))
+        encoder: nn.Module = getattr(self.pipe, part)
+        return encoder
+
+    def _load_text_encoder(self, part: str) -> nn.Module:
         import transformers
 
-        library, name = self._index["text_encoder"]
+        library, name = self._index[part]
         cls = getattr(transformers, name, None) if library == "transformers" else None
         if cls is None:
             cls = transformers.AutoModel
-        encoder = load_part(self.folder, cls, "text_encoder", dtype=self.dtype, use_safetensors=True)
+        encoder = load_part(self.folder, cls, part, dtype=self.dtype, use_safetensors=True)
         encoder.requires_grad_(False).eval()
         return encoder.to(self.device)  # type: ignore[no-any-return]
 
@@ -202,13 +255,22 @@ class BaseModel(ABC):
 
     @cached_property
     def text_identity(self) -> str:
-        """Names what `encode_text` computes: text encoder, tokenizer, length and number format. For cache keys."""
+        """Names what `encode_text` computes: text encoders, tokenizers, length and number format. For cache keys."""
         salt = f"{type(self).__name__}:text:{self.recipe}:{self.text_tokens}:{self.dtype}"
-        return content_identity(self.folder / "text_encoder", self.folder / "tokenizer", salt=salt)
+        names = [name for part in self.text_parts for name in (part, part.replace("text_encoder", "tokenizer"))]
+        return content_identity(*(self.folder / name for name in names), salt=salt)
 
     # ------------------------------------------------------------------ training
-    def parts(self) -> list[Part]:
-        """The components that can be trained; asked before they hold adapters, whose layers are no targets."""
+    def parts(self, *, denoiser: bool = True, text_encoders: bool = False) -> list[Part]:
+        """The components that can be trained, loaded; asked before they hold adapters, whose layers are no targets."""
+        parts = self._denoiser_parts() if denoiser else []
+        for name in self.trainable_text_parts if text_encoders else ():
+            encoder = self.text_encoder(name)
+            lead = CLIP_LEAD if type(encoder).__name__.startswith("CLIPText") else ""
+            parts.append(Part(name, encoder, tuple(self.text_targets(name)), prefix=f"{name}.", lead=lead))
+        return parts
+
+    def _denoiser_parts(self) -> list[Part]:
         targets, several = self.default_targets(), len(self.export_parts) > 1
         parts = []
         for ending, name in self.export_parts.items():
@@ -219,21 +281,27 @@ class BaseModel(ABC):
 
     @property
     def trainable_denoiser(self) -> nn.Module:
-        """What `velocity` calls."""
+        """What `predict` calls."""
         return self.forward_module
 
-    def shift_sigma(self, u_B: Tensor) -> Tensor:
-        """Noise levels that the family trains on, from uniform or logit-normal `u_B` in (0, 1).
+    def conditioned(self, conditioning: Conditioning, captions: Sequence[str]) -> Conditioning:
+        """The conditioning of a batch as the text encoders stand now, with gradients; as it is where none is trained.
 
-        sigma = k u / (1 + (k - 1) u) with the static shift k of the model's own scheduler. Schedulers that shift by
-        picture size do so when sampling only: for them k is 1, as in diffusers' training scripts.
-
-        References:
-            Esser et al. 2024, "Scaling Rectified Flow Transformers", equation 23.
+        Args:
+            conditioning: What `collate` returned; what frozen encoders computed is taken from it.
+            captions: Of the batch.
         """
-        config = self.pipe.scheduler.config
-        k = 1.0 if config.get("use_dynamic_shifting") else float(config.get("shift") or 1.0)
-        return k * u_B / (1 + (k - 1) * u_B)
+        return {**conditioning, **self._embed_trained(list(captions))} if self.trained_text else conditioning
+
+    @torch.no_grad()
+    def refreshed(self, condition: dict[str, Tensor], caption: str) -> dict[str, Tensor]:
+        """The condition of one caption as the text encoders stand now, as `encode_text` returns it."""
+        if not self.trained_text:
+            return condition
+        encoders = nn.ModuleList(self.text_encoder(part) for part in self.trained_text)
+        with self._without_autocast(), evaluating(encoders):
+            fresh = self._embed_trained([caption])
+        return {**condition, **{name: tensor[0].cpu().contiguous() for name, tensor in fresh.items()}}
 
     def enable_gradient_checkpointing(self) -> None:
         """Recomputes activations in the backward pass; loss and gradients stay the same to the bit."""
@@ -322,70 +390,3 @@ class BaseModel(ABC):
 
     def _without_autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, enabled=False)
-
-
-@contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Eval mode inside (no dropout), then each submodule back in the mode it had."""
-    training = [child for child in module.modules() if child.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for child in training:
-            child.training = True
-
-
-class Family(ABC):
-    """One model family: turns a folder into a `BaseModel`.
-
-    Third parties add one with an entry point in the group `lora_trainer.families` that names their subclass.
-
-    Attributes:
-        arch: Values of `model.arch` that this family answers to.
-        size_multiple: Pixels that picture sides must be multiples of.
-        distilled_advice: What to do where the base model is distilled and has no training adapter; None where it isn't.
-        frame_step: Frames that the VAE folds into one after the first; None for families of pictures.
-        name: The value of `model.arch` that was asked for.
-    """
-
-    arch: ClassVar[tuple[str, ...]]
-    size_multiple: ClassVar[int] = 16
-    frame_step: ClassVar[int | None] = None
-    distilled_advice: ClassVar[str | None] = None
-
-    def __init__(self, name: str | None = None) -> None:
-        self.name = name or self.arch[0]
-
-    @abstractmethod
-    def load(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> BaseModel:
-        """The base model in a folder, frozen and in eval mode, on the device; nothing is downloaded.
-
-        Args:
-            folder: Folder of a diffusers pipeline.
-            dtype: bf16, fp16 or fp32; of denoiser and text encoder.
-            device: Where it runs.
-
-        Raises:
-            ModelError: The folder does not hold a model of this family.
-        """
-
-    def distilled(self, model: BaseModel) -> str | None:
-        """What to do instead, when `model` is distilled and would lose that by being trained as it is."""
-        del model
-        return self.distilled_advice
-
-
-def load_pipeline(cls: Any, folder: Path, *, dtype: torch.dtype, device: torch.device) -> Any:
-    """A diffusers pipeline without its text encoder, on the device: denoiser in `dtype`, VAE in fp32."""
-    pipe = load_part(
-        folder,
-        cls,
-        "",
-        text_encoder=None,
-        dtype={"default": dtype, "vae": torch.float32},
-        use_safetensors=True,
-        **load_single_files(folder, dtype=dtype),
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe.to(device)

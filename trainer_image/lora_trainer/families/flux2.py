@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.families.base import BaseModel, Conditioning, Family, load_pipeline
+from lora_trainer.families.base import BaseModel, Conditioning
+from lora_trainer.families.family import Family, load_pipeline
+from lora_trainer.families.flow import FlowModel
 from lora_trainer.families.folder import Layout, ModelError, check_folder
 from lora_trainer.families.original import Original, renamed
 
@@ -50,7 +52,7 @@ ENDS: dict[str, str | tuple[str, int, int]] = {
 """Layers of the blocks in diffusers and in the original model, whose attention has one layer for q, k and v."""
 
 
-class Flux2KleinModel(BaseModel):
+class Flux2KleinModel(FlowModel):
     """A loaded FLUX.2 Klein."""
 
     def normalise(self, z_BChw: Tensor) -> Tensor:

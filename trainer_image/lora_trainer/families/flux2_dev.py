@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_trainer.families.base import Conditioning, Family, load_pipeline
+from lora_trainer.families.base import Conditioning
+from lora_trainer.families.family import Family, load_pipeline
 from lora_trainer.families.flux2 import Flux2KleinModel
 from lora_trainer.families.folder import Layout, ModelError, check_folder
 

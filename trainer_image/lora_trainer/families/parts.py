@@ -12,6 +12,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
+CLIP_LEAD = "text_model."
+TEXT_ENCODER = "text_encoder"
+"""Begins the names of components that encode captions."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -23,6 +27,8 @@ class Part:
         targets: The layers that adapters change unless told otherwise, by their names inside the component.
         prefix: In front of these names in the trainer.
         ending: Of the name of the adapter file that holds it, before the suffix.
+        lead: In front of the layers' names outside of the component, whether or not they have it inside: CLIP's text
+            encoders lost it in newer versions of transformers, and programs know them by it.
     """
 
     name: str
@@ -30,19 +36,29 @@ class Part:
     targets: tuple[str, ...] = ()
     prefix: str = ""
     ending: str = ""
+    lead: str = ""
+
+    @property
+    def encodes_text(self) -> bool:
+        """Whether it is a text encoder; else it is the denoiser, or one of its experts."""
+        return self.name.startswith(TEXT_ENCODER)
 
     @property
     def file_prefix(self) -> str:
-        """In front of layer names in adapter files: diffusers calls the second expert what it calls the first."""
-        return "transformer." if self.name == "transformer_2" else f"{self.name}."
+        """In front of the names of `bare` in adapter files: diffusers calls the second expert what it calls the first."""
+        return f"{'transformer' if self.name == 'transformer_2' else self.name}.{self.lead}"
 
     def inner(self, layer: str) -> str:
         """The name inside the component, of a name (or a longer key) in the trainer."""
         return layer.removeprefix(self.prefix)
 
+    def bare(self, layer: str) -> str:
+        """The same without `lead`: an ending of the name in every version of the component."""
+        return self.inner(layer).removeprefix(self.lead)
+
     def full(self, layer: str) -> str:
         """The name in configurations and checkpoints, of a name (or a longer key) in the trainer."""
-        return f"{self.name}.{self.inner(layer)}"
+        return f"{self.name}.{self.lead}{self.bare(layer)}"
 
 
 def part_of(parts: Sequence[Part], layer: str) -> Part:

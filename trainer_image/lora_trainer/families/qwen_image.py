@@ -22,14 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.families.base import BaseModel, Conditioning, Family, load_pipeline
+from lora_trainer.families.base import Conditioning
+from lora_trainer.families.family import Family, load_pipeline
+from lora_trainer.families.flow import FlowModel
 from lora_trainer.families.folder import Layout, ModelError, check_folder
 
 FEWEST_STEPS = 2  # this family's schedule ends above 0 and is stretched over the steps, which one step can't be
 LAYOUT = Layout(pipelines=("QwenImagePipeline",))
 
 
-class QwenImageModel(BaseModel):
+class QwenImageModel(FlowModel):
     """A loaded Qwen-Image."""
 
     def normalise(self, z_BC1hw: Tensor) -> Tensor:

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib import metadata
 
-from lora_trainer.families.base import Family
+from lora_api.patterns import CUSTOM_ARCH
+from lora_trainer.families.family import Family
 
 GROUP = "lora_trainer.families"
 """Entry-point group of third-party families; each entry names a subclass of `Family`."""
 
 
 def _built_in() -> Iterator[type[Family]]:
+    from lora_trainer.families.flux1 import Flux1
     from lora_trainer.families.flux2 import Flux2Klein
     from lora_trainer.families.flux2_dev import Flux2Dev
     from lora_trainer.families.qwen_image import QwenImage
+    from lora_trainer.families.sd15 import SD15
+    from lora_trainer.families.sdxl import SDXL
     from lora_trainer.families.wan import Wan21, Wan22
     from lora_trainer.families.zimage import ZImage, ZImageTurbo
 
-    yield Flux2Klein
-    yield ZImage
-    yield ZImageTurbo
-    yield QwenImage
-    yield Flux2Dev
-    yield Wan21
-    yield Wan22
+    yield from (Flux1, Flux2Klein, Flux2Dev, SD15, SDXL, ZImage, ZImageTurbo, QwenImage, Wan21, Wan22)
 
 
 def _third_party() -> Iterator[type[Family]]:
@@ -32,6 +31,12 @@ def _third_party() -> Iterator[type[Family]]:
         cls = entry.load()
         if not (isinstance(cls, type) and issubclass(cls, Family)):
             raise TypeError(f"entry point {entry.name!r} in {GROUP} names {cls!r}, expected a subclass of Family")
+        for arch in cls.arch:
+            if not re.fullmatch(CUSTOM_ARCH, arch):
+                raise ValueError(
+                    f"model.arch {arch!r} of {cls.__qualname__} (entry point {entry.name!r}): found a name that no manifest "
+                    f"can hold, expected one like x-mine, that matches {CUSTOM_ARCH}"
+                )
         yield cls
 
 

@@ -24,7 +24,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from lora_trainer.families.base import BaseModel, Conditioning, Family, load_pipeline
+from lora_trainer.families.base import Conditioning
+from lora_trainer.families.family import Family, load_pipeline
+from lora_trainer.families.flow import FlowModel
 from lora_trainer.families.folder import Layout, ModelError, check_folder
 from lora_trainer.families.original import Original, renamed
 
@@ -41,7 +43,7 @@ ONE = Layout(pipelines=("WanPipeline",))
 TWO = Layout(pipelines=("WanPipeline",), weights=("transformer", "transformer_2", "vae", "text_encoder"))
 
 
-class WanModel(BaseModel):
+class WanModel(FlowModel):
     """A loaded Wan with one denoiser."""
 
     makes_clips = True
@@ -74,7 +76,7 @@ class WanModel(BaseModel):
         return v_BCfhw.float()  # type: ignore[no-any-return]
 
     def shift_sigma(self, u_B: Tensor) -> Tensor:
-        """As `BaseModel.shift_sigma`; this scheduler calls its shift `flow_shift`."""
+        """As `FlowModel.shift_sigma`; this scheduler calls its shift `flow_shift`."""
         config = self.pipe.scheduler.config
         k = float(config.get("flow_shift") or config.get("shift") or 1.0)
         return k * u_B / (1 + (k - 1) * u_B)

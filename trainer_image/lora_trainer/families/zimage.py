@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.families.base import BaseModel, Conditioning, Family, load_pipeline
+from lora_trainer.families.base import Conditioning
+from lora_trainer.families.family import Family, load_pipeline
+from lora_trainer.families.flow import FlowModel
 from lora_trainer.families.folder import Layout, check_folder
 from lora_trainer.families.original import Original, renamed
 
@@ -37,7 +39,7 @@ ENDS: dict[str, str | tuple[str, int, int]] = {
 """Layers of the blocks whose names differ in diffusers and in the original model."""
 
 
-class ZImageModel(BaseModel):
+class ZImageModel(FlowModel):
     """A loaded Z-Image."""
 
     def normalise(self, z_BChw: Tensor) -> Tensor:

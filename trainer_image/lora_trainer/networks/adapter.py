@@ -1,4 +1,4 @@
-"""Adapters inside a denoiser, of one type or of several: their factors, their start, and their strength."""
+"""Adapters inside a base model, of one type or of several: their factors, their start, and their strength."""
 
 from __future__ import annotations
 
@@ -27,31 +27,39 @@ NAME = "default"
 READ_BY_DIFFUSERS = {"lora", "dora", "lokr"}
 
 
-def add_adapter(model: BaseModel, network: NetworkConfig, *, seed: int) -> Adapter:
-    """Puts fresh adapters into the denoiser of `model`, in place; the denoiser's output does not change yet.
+def add_adapter(
+    model: BaseModel, network: NetworkConfig, *, seed: int, denoiser: bool = True, text_encoders: bool = False
+) -> Adapter:
+    """Puts fresh adapters into `model`, in place; its output does not change yet.
 
     dora divides by a norm and multiplies by it again: its first output is the base model's but for rounding.
 
-    The start values depend on `seed` and the layers alone: not on the global generator, which is left as it was, and
-    not on the base model's number format or device.
+    The start values depend on `seed` and the layers alone: not on the global generator, which is left as it was, not on
+    the base model's number format or device, and those of the denoiser not on the text encoders.
 
     Args:
         model: A loaded base model without an adapter.
         network: Type, rank, alpha and layers; not `full`.
         seed: Of the start values.
+        denoiser: Whether the denoiser gets one.
+        text_encoders: Whether the text encoders get one, those that the family's loader takes; they stay loaded.
 
     Raises:
-        ValueError: A filter or a pattern of `network` matches nothing, or the model has an adapter already.
+        ValueError: A filter or a pattern of `network` matches nothing, the family's text encoders can't be trained, or the
+            model has an adapter already.
     """
-    parts = model.parts()
+    if text_encoders and not model.trainable_text_parts:
+        raise ValueError(f"train.train_text_encoder: true is not supported by {type(model).__name__}; set it to false")
+    parts = model.parts(denoiser=denoiser, text_encoders=text_encoders)
     if any(getattr(part.module, "peft_config", None) for part in parts):
-        raise ValueError("the denoiser has an adapter already")
+        raise ValueError("the denoiser has an adapter already" if denoiser else "a text encoder has an adapter already")
     layers = {layer.name: layer for layer in plan_layers(parts, network)}
     for part, names in by_part(parts, layers):
         mine = tuple(replace(layers[name], name=part.inner(name)) for name in names)
         with torch.random.fork_rng(devices=[]):
             inject(part.module, build_peft_configs(mine, network))
     adapter = Adapter(parts, tuple(layers.values()), network)
+    model.trained_text = tuple(part.name for part in parts if part.encodes_text)
     adapter.reset(seed)
     return adapter
 
@@ -72,7 +80,7 @@ def inject(denoiser: nn.Module, configs: list[Any]) -> None:
 
 
 class Adapter(Trainable):
-    """The adapters in a denoiser.
+    """The adapters in a base model.
 
     Attributes:
         layers: What is done to each layer, by its name.
@@ -129,7 +137,7 @@ class Adapter(Trainable):
                 dropout.train(mode)
 
     def set_enabled(self, enabled: bool) -> None:  # noqa: FBT001 a switch
-        """False: the denoiser answers as the base model; True: with the adapter again."""
+        """False: the model answers as the base model; True: with the adapter again."""
         for layer in self._layers.values():
             layer.enable_adapters(enabled=enabled)
 
@@ -184,9 +192,9 @@ class Adapter(Trainable):
         """
         found: dict[str, Any] = {}
         for part, names in by_part(self.parts, ranks):
-            inner = {part.inner(name): ranks[name] for name in names}
-            config = file_config(kind, inner, factor=self.network.lokr_factor)
-            found |= {f"{part.file_prefix}{key}": value for key, value in config.items()}
+            bare = {part.bare(name): ranks[name] for name in names}
+            config = file_config(kind, bare, factor=self.network.lokr_factor, lead=part.lead)
+            found |= {f"{part.file_prefix.removesuffix(part.lead)}{key}": value for key, value in config.items()}
         return json.dumps(found, sort_keys=True)
 
 

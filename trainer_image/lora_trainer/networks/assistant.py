@@ -84,12 +84,13 @@ def merge_assistant(pipe: Any, file: Path) -> Assistant:
         pipe.load_lora_weights(str(file), adapter_name=NAME)
     except (ValueError, KeyError, RuntimeError, TypeError) as error:
         raise ValueError(f"{file}: the {type(pipe).__name__} refuses it: {error}") from error
-    layers = [m for m in pipe.transformer.modules() if isinstance(m, LoraLayer) and NAME in m.lora_A]
+    denoiser = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+    layers = [m for m in denoiser.modules() if isinstance(m, LoraLayer) and NAME in m.lora_A]
     changes = [_change(layer) for layer in layers]
     pipe.unload_lora_weights()
     if not changes or len(changes) < expected:
         raise ValueError(
-            f"{file}: holds a LoRA for {expected} layers, and {type(pipe.transformer).__name__} took {len(changes)} of them"
+            f"{file}: holds a LoRA for {expected} layers, and {type(denoiser).__name__} took {len(changes)} of them"
         )
     return Assistant(changes)
 

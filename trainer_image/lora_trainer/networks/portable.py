@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,9 @@ from lora_api.network import MAX_RANK
 from lora_trainer.networks.factors import Factors
 
 
-def file_config(kind: str, layers: Mapping[str, tuple[int, float]], *, factor: int = -1) -> dict[str, Any]:
+def file_config(
+    kind: str, layers: Mapping[str, tuple[int, float]], *, factor: int = -1, lead: str = ""
+) -> dict[str, Any]:
     """The peft configuration of a file's layers, as plain data with only what a reader needs.
 
     Fields that a reader of another version might not know are left out: loaders hand all of them to a constructor.
@@ -19,10 +22,12 @@ def file_config(kind: str, layers: Mapping[str, tuple[int, float]], *, factor: i
         kind: lora, dora, loha or lokr.
         layers: Rank and alpha of each layer, by its full dotted name.
         factor: `network.lokr_factor`.
+        lead: What readers of another version may have in front of these names.
     """
+    start = rf"^({re.escape(lead)})?" if lead else "^"
     (rank, alpha), _ = Counter(layers.values()).most_common(1)[0]
-    ranks = {f"^{name}$": r for name, (r, _) in layers.items() if r != rank}
-    alphas = {f"^{name}$": a for name, (r, a) in layers.items() if a != alpha or r != rank}
+    ranks = {f"{start}{name}$": r for name, (r, _) in layers.items() if r != rank}
+    alphas = {f"{start}{name}$": a for name, (r, a) in layers.items() if a != alpha or r != rank}
     shared: dict[str, Any] = {
         "r": rank,
         "target_modules": sorted(layers),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from lora_trainer.families.parts import TEXT_ENCODER, Part, by_part, part_of
 from lora_trainer.networks.factors import LORA_A, LORA_B, MAGNITUDE, Factors, Kind
 
 if TYPE_CHECKING:
@@ -45,12 +46,13 @@ _PATTERN = re.compile(rf"^(?P<layer>.+?)\.(?P<factor>{'|'.join(f'(?:{each})' for
 SHOWN = 3
 
 
-def read_factors(file: Path, model: BaseModel) -> dict[str, Factors]:
+def read_factors(file: Path, model: BaseModel, parts: Sequence[Part]) -> dict[str, Factors]:
     """The change of each layer that an adapter file makes, by full dotted names of the denoiser's layers.
 
     Args:
         file: A safetensors file.
         model: The base model it is for.
+        parts: The components that may be changed.
 
     Raises:
         ValueError: The file can't be read, holds no adapter, or has keys, layers or shapes that do not fit.
@@ -70,7 +72,7 @@ def read_factors(file: Path, model: BaseModel) -> dict[str, Factors]:
         )
     if not layers:
         raise ValueError(f"{file}: holds no adapter")
-    places = _Places(model)
+    places = _Places(model, parts)
     result: dict[str, Factors] = {}
     lost = [layer for layer in layers if places.of(layer) is None]
     if lost:
@@ -81,7 +83,7 @@ def read_factors(file: Path, model: BaseModel) -> dict[str, Factors]:
     for layer, held in layers.items():
         names = places.of(layer)
         assert names is not None
-        scale = _scale(held, config, names[0])
+        scale = _scale(held, _config_of(config, names[0]), part_of(parts, names[0]).bare(names[0]))
         for name, factors in _split(held, scale, [(n, places.shapes[n]) for n in names], f"{file}: {layer}"):
             if name in result:
                 raise ValueError(f"{file}: changes the layer {name} twice")
@@ -101,7 +103,7 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     beside = file.with_name("adapter_config.json")
     if "lora_adapter_metadata" in header:
         found = json.loads(header["lora_adapter_metadata"])
-        return tensors, {key.removeprefix("transformer."): value for key, value in found.items()}
+        return tensors, found
     if any(key.startswith("base_model.model.") for key in tensors) and beside.is_file():
         return tensors, json.loads(beside.read_text(encoding="utf-8"))
     return tensors, {}
@@ -114,21 +116,30 @@ def _factor(name: str) -> str:
     raise AssertionError(name)
 
 
+def _shapes(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The layers of a component, with adapters or without, and the shapes of their weights."""
+    kinds = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+    for name, layer in module.named_modules():
+        if isinstance(layer, kinds) and ".lora_" not in name:
+            yield name.removesuffix(".base_layer"), tuple(layer.weight.shape)
+
+
 class _Places:
     """Finds the layers that a name in a file means."""
 
-    def __init__(self, model: BaseModel) -> None:
-        kinds = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+    def __init__(self, model: BaseModel, parts: Sequence[Part]) -> None:
         assert len(model.export_parts) == 1, "the types refuse this for two experts"
-        modules = ((n.removesuffix(".base_layer"), m) for n, m in model.denoiser.named_modules() if ".lora_" not in n)
-        self.shapes = {name: tuple(module.weight.shape) for name, module in modules if isinstance(module, kinds)}
-        named: dict[str, list[str]] = {name: [name] for name in self.shapes}
+        self.shapes = {f"{part.prefix}{name}": shape for part in parts for name, shape in _shapes(part.module)}
+        named: dict[str, list[str]] = {}
+        for part, layers in by_part(parts, self.shapes):
+            named |= {part.full(name): [name] for name in layers} | {name: [name] for name in layers}
+        of_denoiser = [name for name in self.shapes if not part_of(parts, name).encodes_text]
         for original in (model.original_layer, model.comfyui_layer):
-            parts: dict[str, list[tuple[int, str]]] = {}
-            for name in self.shapes:
+            parts_of: dict[str, list[tuple[int, str]]] = {}
+            for name in of_denoiser:
                 place = original(name)
-                parts.setdefault(place.name, []).append((place.part, name))
-            for place_name, found in parts.items():
+                parts_of.setdefault(place.name, []).append((place.part, name))
+            for place_name, found in parts_of.items():
                 named.setdefault(place_name, [name for _, name in sorted(found)])
         self._named = named
         self._flat = {name.replace(".", "_"): layers for name, layers in named.items()}
@@ -144,6 +155,15 @@ class _Places:
                 return None
             name = name.removeprefix(prefix)
         return self._named[name]
+
+
+def _config_of(config: Mapping[str, Any], layer: str) -> dict[str, Any]:
+    """What a file's configuration says about the component of a layer: keys begin with it in diffusers' headers."""
+    owner = layer.partition(".")[0]
+    owners = (f"{owner}.",) if owner.startswith(TEXT_ENCODER) else ("transformer.", "unet.")
+    begun = {key: next((each for each in owners if key.startswith(each)), "") for key in config}
+    found = {key.removeprefix(begun[key]): value for key, value in config.items() if begun[key]} or dict(config)
+    return found if "r" in found else {}
 
 
 def _scale(held: Mapping[str, Tensor], config: Mapping[str, Any], layer: str) -> float:

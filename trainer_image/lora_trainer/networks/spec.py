@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import nn
 
 from lora_api.network import MAX_RANK, ModuleRule, NetworkConfig
-from lora_trainer.families.parts import Part, part_of
+from lora_trainer.families.parts import Part, by_part, part_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +75,12 @@ def resolve_targets(parts: Sequence[Part], network: NetworkConfig) -> Targets:
         logger.info("network.conv: %d plays no part, the chosen layers hold no convolutions", network.conv)
     linear = tuple(name for name in chosen if isinstance(modules[name], nn.Linear))
     targets = Targets(linear, convs if network.conv is not None else ())
-    if not targets.all:
+    with_layers = [part for part, _ in by_part(parts, targets.all)]
+    empty = [part for part in parts if part.encodes_text and part not in with_layers]
+    if empty or not targets.all:
+        where = f" in {empty[0].name}" if empty else ""
         raise ValueError(
-            "network.only_if_contains and network.ignore_if_contains leave no layer to train; layers are "
+            f"network.only_if_contains and network.ignore_if_contains leave no layer to train{where}; layers are "
             f"{_candidates(list(modules))}"
         )
     return targets
@@ -149,7 +152,7 @@ def rule_for_each(
 
 def _matches(part: Part, name: str, pattern: str) -> bool:
     """Whether a pattern means a layer, with or without the component in front."""
-    return fnmatchcase(part.full(name), pattern) or fnmatchcase(part.inner(name), pattern)
+    return fnmatchcase(part.full(name), pattern) or fnmatchcase(part.full(name).removeprefix(f"{part.name}."), pattern)
 
 
 def plan_layers(parts: Sequence[Part], network: NetworkConfig) -> tuple[Layer, ...]:

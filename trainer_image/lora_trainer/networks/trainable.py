@@ -48,20 +48,26 @@ class Trainable(ABC):
         """The same with the keys of `state_dict`."""
         return list(self._parameters.items())
 
-    def optimizer_groups(self, lr: float) -> list[dict[str, Any]]:
+    def optimizer_groups(
+        self, lr: float, *, denoiser_lr: float | None = None, text_lr: float | None = None
+    ) -> list[dict[str, Any]]:
         """Parameter groups for an optimizer, one for each learning rate, the job's own first.
 
-        The order is fixed, also within a group: the optimizer's state refers to positions.
+        The order is fixed, also within a group, and does not depend on `lr`: the optimizer's state refers to positions.
 
         Args:
             lr: `train.lr` of the configuration. `lr_scale` of a group is its rate divided by this one, so that a rate
                 changed while training scales all groups.
+            denoiser_lr: Of the denoiser's layers that have no rate of their own. None: `lr`.
+            text_lr: The same of the text encoders.
         """
-        groups: dict[float, list[nn.Parameter]] = {}
-        for key, parameter in sorted(self._parameters.items(), key=lambda item: self._rates[item[0]] is not None):
-            rate = self._rates[key]
-            groups.setdefault(1.0 if rate is None else rate / lr, []).append(parameter)
-        return [{"params": parameters, "lr_scale": scale} for scale, parameters in groups.items()]
+        groups: dict[float | None, list[nn.Parameter]] = {}
+        for key, parameter in self._parameters.items():
+            own = self._rates[key]
+            shared = text_lr if part_of(self.parts, key).encodes_text else denoiser_lr
+            groups.setdefault(shared if own is None else own, []).append(parameter)
+        ordered = sorted(groups.items(), key=lambda item: item[0] is not None)
+        return [{"params": group, "lr_scale": 1.0 if rate is None else rate / lr} for rate, group in ordered]
 
     def state_dict(self) -> dict[str, Tensor]:
         """A copy of the parameters on the CPU, fp32, by their names in the denoiser: `<layer>.lora_A.weight`."""

@@ -74,7 +74,7 @@ def warm_start(model: BaseModel, trained: Trainable, file: Path) -> WarmStart:
         ValueError: The file can't be read as an adapter of this model, changes layers that are not trained now, has no
             effect, or its change can't be expressed by the new type at all.
     """
-    sources = read_factors(file, model)
+    sources = read_factors(file, model, trained.parts)
     trainable = set(trained.modules)
     if lost := sorted(sources.keys() - trainable):
         raise ValueError(

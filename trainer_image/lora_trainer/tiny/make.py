@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lora_trainer.families.folder import hide_progress_bars
+from lora_trainer.tiny import classic
 from lora_trainer.tiny.large_text import build_flux2_dev, build_qwen_image
 from lora_trainer.tiny.tokenizer import build_tokenizer
 from lora_trainer.tiny.vae import LATENT_CHANNELS, build_vae
@@ -151,8 +152,11 @@ def _zimage() -> Any:
 
 
 BUILDERS: dict[str, Callable[[], Any]] = {
+    "flux1": classic.flux1,
     "flux2_klein_4b": _flux2_klein,
     "flux2_klein_9b": _flux2_klein,
+    "sd15": classic.sd15,
+    "sdxl": classic.sdxl,
     "zimage": _zimage,
     "zimage:turbo": _zimage,
     "qwen_image": build_qwen_image,

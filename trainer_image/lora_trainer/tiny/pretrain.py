@@ -1,6 +1,7 @@
-"""Trains the VAE of the tiny models once; its weights are shipped beside this file.
+"""Trains the VAEs of the tiny models once; their weights are shipped beside this file.
 
-    python -m lora_trainer.tiny.pretrain
+    python -m lora_trainer.tiny.pretrain 16
+    python -m lora_trainer.tiny.pretrain 4
 
 The pictures are computed: clouds of 1/f noise with correlated colours, gradients and sharp-edged shapes. That is close
 enough to photographs for a factor-8 autoencoder of 70 thousand parameters to show what a sample is a picture of.
@@ -12,13 +13,14 @@ References:
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lora_trainer.tiny.vae import VAE_FILE, build_vae
+from lora_trainer.tiny.vae import build_vae, vae_file
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +66,12 @@ def _paint_shape(picture: Tensor, grid_1S: Tensor, generator: torch.Generator) -
     picture[:, inside] = 0.85 * colour[:, None] + 0.15 * picture[:, inside]
 
 
-def train_vae(steps: int = STEPS, seed: int = 0) -> nn.Module:
-    """The trained VAE; a few minutes on one core."""
+def train_vae(channels: int, steps: int = STEPS, seed: int = 0) -> nn.Module:
+    """The trained VAE with so many latent channels; a few minutes on one core."""
     from diffusers import AutoencoderKL
 
     torch.manual_seed(seed)
-    vae: nn.Module = build_vae(AutoencoderKL, pretrained=False).train()
+    vae: nn.Module = build_vae(AutoencoderKL, channels=channels, pretrained=False).train()
     optimizer = torch.optim.AdamW(vae.parameters(), lr=4e-3, weight_decay=0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, steps)
     generator = torch.Generator().manual_seed(seed)
@@ -105,4 +107,5 @@ def save_vae(vae: nn.Module, path: Path) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
-    save_vae(train_vae(), VAE_FILE)
+    for argument in sys.argv[1:]:
+        save_vae(train_vae(int(argument)), vae_file(int(argument)))

@@ -1,4 +1,4 @@
-"""A small Qwen tokenizer trained in memory: byte-level, so that it meets no unknown character."""
+"""Small tokenizers trained in memory. Those of Qwen and CLIP are byte-level: they meet no unknown character."""
 
 from __future__ import annotations
 
@@ -27,20 +27,11 @@ def build_tokenizer(vocabulary: int = 600, max_tokens: int = 64) -> Any:
         vocabulary: Entries to train; the 256 bytes are always among them.
         max_tokens: Longest caption, template included. Short, because FLUX.2 pads every caption to it.
     """
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False, special_tokens=[]
-    )
-    tokenizer.train_from_iterator(CORPUS.splitlines(), trainer)
-    model = json.loads(tokenizer.to_str())["model"]
-    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+    vocab, merges = _byte_pairs(vocabulary, suffix="")
     result = Qwen2Tokenizer(
-        vocab=dict(model["vocab"]),
+        vocab=vocab,
         merges=merges,
         model_max_length=max_tokens,
         chat_template=CHAT_TEMPLATE,
@@ -51,3 +42,51 @@ def build_tokenizer(vocabulary: int = 600, max_tokens: int = 64) -> Any:
     result.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     result.add_tokens(["<think>", "</think>"])
     return result
+
+
+def build_clip_tokenizer(vocabulary: int = 900, pad: str = "<|endoftext|>") -> Any:
+    """A `CLIPTokenizer`: 77 tokens; start and end have the highest ids, as in the real one.
+
+    Args:
+        vocabulary: Entries to train; every byte is among them, alone and as the end of a word.
+        pad: The padding token: the end token, or `!` as for SDXL's second encoder.
+    """
+    from transformers import CLIPTokenizer
+
+    vocab, merges = _byte_pairs(vocabulary, suffix="</w>")
+    for token in (*(f"{byte}</w>" for byte in sorted(vocab) if len(byte) == 1), "<|startoftext|>", "<|endoftext|>"):
+        vocab.setdefault(token, len(vocab))
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=77, pad_token=pad)
+
+
+def build_t5_tokenizer(max_tokens: int = 64) -> Any:
+    """A `T5Tokenizer`: the words of the corpus and the printable ASCII characters.
+
+    Args:
+        max_tokens: Longest caption. Short, because FLUX.1 pads every caption to it.
+    """
+    from transformers import T5Tokenizer
+
+    words = sorted({word for word in CORPUS.replace(",", " ").split() if len(word) > 1})
+    vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0)]
+    vocab += [(chr(code), -9.0) for code in range(33, 127)]
+    vocab += [(f"\u2581{word}", -4.0) for word in words]
+    vocab += [(f"<extra_id_{number}>", 0.0) for number in range(99, -1, -1)]
+    return T5Tokenizer(vocab=vocab, model_max_length=max_tokens)
+
+
+def _byte_pairs(vocabulary: int, suffix: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Vocabulary and merges of a byte-level BPE; `suffix` marks the end of a word, where it is marked."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    ending: dict[str, Any] = {"end_of_word_suffix": suffix} if suffix else {}
+    tokenizer = Tokenizer(models.BPE(**ending))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False, special_tokens=[], **ending
+    )
+    tokenizer.train_from_iterator(CORPUS.splitlines(), trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    return dict(model["vocab"]), [(first, second) for first, second in pairs]
