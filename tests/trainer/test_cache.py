@@ -22,7 +22,7 @@ def data(tmp_path_factory):
 
 
 def plan(data, resolution=(64,), **options) -> list[Sample]:
-    from lora_api.config import DatasetConfig
+    from lora_api.datasets import DatasetConfig
 
     config = DatasetConfig(folder_path=str(data), resolution=resolution, **options)
     return plan_samples([(data, config)], trigger=None, multiple=16, prints=Fingerprints(None))

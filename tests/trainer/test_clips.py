@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lora_api.config import DatasetConfig
+from lora_api.datasets import DatasetConfig
 from lora_api.exit_codes import ExitCode
 from lora_trainer.data import clips
 from lora_trainer.data.buckets import Size

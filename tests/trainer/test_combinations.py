@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lora_api.config import TrainConfig
 from lora_api.network import NetworkConfig
+from lora_api.training import TrainConfig
 from lora_trainer.export import export_final, load_all_into_pipeline, load_into_pipeline
 from lora_trainer.networks import add_adapter, train_all
 from lora_trainer.networks.warm import warm_start

@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load, load_file
 
-from lora_api.config import TrainConfig
 from lora_api.network import NetworkConfig
+from lora_api.training import TrainConfig
 from lora_trainer.export import export_final, load_into_pipeline, portable_files
 from lora_trainer.networks import add_adapter
 from lora_trainer.networks.warm import warm_start

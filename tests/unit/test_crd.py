@@ -12,6 +12,7 @@ from lora_api.config import MUTABLE_CONFIG_PATHS
 from lora_api.crd import job_crd, profile_crd
 from lora_api.job import LoRATrainingJob
 from lora_api.profile import LoRATrainingProfile
+from lora_api.rules import RULES
 from lora_api.schema import ITEMS, at, structural, walk, without_nulls
 from lora_api.suggestions import model_in
 from tests.bad_manifests import BAD
@@ -88,11 +89,11 @@ VALIDATORS = {
     "NetworkConfig._full_has_no_ranks": "spec.config.network.modules",
     "ModuleRule._frozen_layers_have_no_settings": "spec.config.network.modules[0].freeze",
     "SaveConfig._formats_differ": "spec.config.save.formats",
-    "TrainerConfig._whole_models_have_one_format": "spec.config.save.formats",
-    "TrainerConfig._two_experts_are_trained_with_fresh_adapters": "spec.config.network.type",
-    "TrainerConfig._formats_are_known_for_the_family": "spec.config.save.formats",
-    "TrainerConfig._assistants_need_additive_adapters": "spec.config.model.assistant_lora_path",
-    "TrainerConfig._clips_need_a_video_family": "spec.config.sample.num_frames",
+    "rules.whole_models_have_one_format": "spec.config.save.formats",
+    "rules.two_experts_are_trained_with_fresh_adapters": "spec.config.network.type",
+    "rules.formats_are_known_for_the_family": "spec.config.save.formats",
+    "rules.assistants_need_additive_adapters": "spec.config.model.assistant_lora_path",
+    "rules.clips_need_a_video_family": "spec.config.sample.num_frames",
     "DatasetConfig.num_frames._clip_length": "spec.config.datasets[0].num_frames",
     "SampleConfig.num_frames._clip_length": "spec.config.sample.num_frames",
     "ModelConfig.name_or_path._hub_form": "spec.config.model.name_or_path",
@@ -101,8 +102,8 @@ VALIDATORS = {
     "NetworkConfig.init_from._hub_form": "spec.config.network.init_from",
     "ModelConfig._a_file_has_extras": "spec.config.model.extras_name_or_path",
     "ModelConfig.arch._known_arch": "spec.config.model.arch",
-    "TrainerConfig._something_is_trained": "spec.config.train.train_unet",
-    "TrainerConfig._text_encoder_can_be_trained": "spec.config.train.train_text_encoder",
+    "rules.something_is_trained": "spec.config.train.train_unet",
+    "rules.text_encoder_can_be_trained": "spec.config.train.train_text_encoder",
     "OutputSpec.path._no_dot_segments": "spec.output.path",
     "StoreSpec._fields_fit_the_type": "spec.stores[0].endpoint",
     "ProfileSpec._store_names_differ": "spec.stores",
@@ -117,7 +118,11 @@ def checks(annotation, metadata):
 
 
 def validators(model):
-    yield from (f"{model.__name__}.{name}" for name in model.__pydantic_decorators__.model_validators)
+    for name in model.__pydantic_decorators__.model_validators:
+        if name == "_its_parts_fit_together":
+            yield from (f"rules.{rule.__name__}" for rule in RULES)
+        else:
+            yield f"{model.__name__}.{name}"
     for name, field in model.model_fields.items():
         found = checks(field.annotation, field.metadata)
         yield from (f"{model.__name__}.{name}.{check}" for check in found if check != "_one_line")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from lora_api.config import DatasetConfig
+from lora_api.datasets import DatasetConfig
 from lora_api.run import RunConfig
 from lora_trainer.data.buckets import Size
 from lora_trainer.data.captions import fill_trigger, read_caption, with_trigger

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from lora_api.config import Precision, TrainerConfig
+from lora_api.config import TrainerConfig
+from lora_api.training import Precision
 from lora_trainer.control import ControlWatch
 from lora_trainer.data.stream import Batches, MicroBatch
 from lora_trainer.errors import NotFiniteError

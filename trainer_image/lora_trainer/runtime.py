@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lora_api.config import Precision
+from lora_api.training import Precision
 from lora_trainer.environment import Environment
 from lora_trainer.errors import ConfigurationError
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from lora_api.config import TrainConfig
+from lora_api.training import TrainConfig
 from lora_trainer.checkpoint import ADAPTER, OPTIMIZER, STATE
 from lora_trainer.tensorfile import with_header
 

@@ -8,7 +8,8 @@ from typing import Any
 from lora_api.aitoolkit import tables
 from lora_api.aitoolkit.findings import Block, Findings
 from lora_api.aitoolkit.training import UNETS, read_model, read_network, read_save, read_train, steps_in_updates
-from lora_api.config import DatasetConfig, SampleConfig, TrainerConfig
+from lora_api.config import SampleConfig, TrainerConfig
+from lora_api.datasets import DatasetConfig
 from lora_api.wording import short, type_name
 
 TYPES = ("diffusion_trainer", "sd_trainer", "ui_trainer")

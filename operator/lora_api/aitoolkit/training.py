@@ -9,9 +9,10 @@ from typing import Any
 from lora_api.aitoolkit import tables
 from lora_api.aitoolkit.findings import Block, Findings
 from lora_api.archs import Arch
-from lora_api.config import ModelConfig, SaveConfig, TrainConfig
+from lora_api.config import ModelConfig, SaveConfig
 from lora_api.network import NetworkConfig
 from lora_api.suggestions import VALUE_ALIASES, choices_of
+from lora_api.training import TrainConfig
 from lora_api.wording import short
 
 UNETS = frozenset({"sd1", "sd15", "sd2", "sdxl"})

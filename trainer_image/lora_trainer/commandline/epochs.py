@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from lora_api.config import DatasetConfig, TrainerConfig
+from lora_api.config import TrainerConfig
+from lora_api.datasets import DatasetConfig
 from lora_api.exit_codes import ExitCode
 from lora_trainer.commandline.refusal import Refusal
 from lora_trainer.data.scan import scan

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lora_api.config import DatasetConfig
+from lora_api.datasets import DatasetConfig
 from lora_trainer.data import captions
 from lora_trainer.data.buckets import Size, TooSmallError, bucket_of
 from lora_trainer.data.clips import CLIP_ENDINGS, Clip, clip_of, frames_at, frames_over

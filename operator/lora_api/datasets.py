@@ -1,0 +1,61 @@
+"""`spec.config.datasets`: the training data."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from lora_api.archs import FRAME_STEP
+from lora_api.base import Native
+from lora_api.locations import Line, Location
+
+
+def _clip_length(value: int) -> int:
+    if value % FRAME_STEP != 1:
+        raise ValueError(f"{value} is not {FRAME_STEP}k + 1 frames; write {_nearest_clip_length(value)}")
+    return value
+
+
+def _nearest_clip_length(frames: int) -> int:
+    return max(1, frames // FRAME_STEP * FRAME_STEP + 1)
+
+
+Frames = Annotated[int, Field(ge=1, le=1025), AfterValidator(_clip_length)]
+
+
+class DatasetConfig(Native):
+    """One folder of pictures or clips with captions: `name.png` + `name.txt`, or `images/` + `captions/`."""
+
+    folder_path: Location = Field(description="Local folder or s3://bucket/prefix. Searched recursively.")
+    caption_ext: Annotated[Line, Field(min_length=1, max_length=16)] = Field(
+        "txt", description="Ending of the caption files that stand beside the pictures."
+    )
+    default_caption: Annotated[Line, Field(max_length=4096)] = Field(
+        "", description="Caption of pictures that have none."
+    )
+    resolution: tuple[Annotated[int, Field(ge=32, le=8192)], ...] = Field(
+        (512,),
+        min_length=1,
+        max_length=8,
+        description="Pixels on the side of the square whose area a picture may fill; each value adds one copy of the "
+        "dataset. Aspect ratios are kept in buckets; pictures are never enlarged.",
+    )
+    caption_dropout: float = Field(0.0, ge=0.0, le=1.0, description="Share of samples trained with an empty caption.")
+    cache_latents: bool = Field(
+        True, description="Keep encoded pictures on disk, by content hash, outside the dataset folder."
+    )
+    num_repeats: int = Field(1, ge=1, le=10000, description="How often each picture counts in one epoch.")
+    num_frames: Frames = Field(
+        1,
+        description="Frames of each clip, 4k + 1 of them, for families that make videos. 1: pictures only; more: clips, "
+        "and pictures as clips of one frame.",
+    )
+    shrink_video_to_frames: bool = Field(
+        True,
+        description="Take the frames evenly over the whole clip, from its first to its last. False: take them at `fps`, "
+        "each repeat of a clip from a place of its own.",
+    )
+    fps: int = Field(
+        24, ge=1, le=240, description="Frames per second that are taken where `shrink_video_to_frames` is false."
+    )
