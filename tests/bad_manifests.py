@@ -8,6 +8,7 @@ from typing import Any
 
 from lora_api.job import LoRATrainingJob
 from lora_api.profile import LoRATrainingProfile
+from tests import bad_optimization
 
 JOB: dict[str, Any] = {
     "apiVersion": "lora-operator.io/v1alpha1",
@@ -396,4 +397,8 @@ CROSS_FIELD = [
     ),
 ]
 
-BAD = [*UNKNOWN_FIELDS, *TYPES, *CHOICES, *ARCH, *LIMITS, *TEXTS, *MISSING, *CROSS_FIELD]
+OPTIMIZATION = [
+    _bad("spec.config.train", train, f"spec.config.train.{message}") for train, message in bad_optimization.CASES
+]
+
+BAD = [*UNKNOWN_FIELDS, *TYPES, *CHOICES, *ARCH, *LIMITS, *TEXTS, *MISSING, *CROSS_FIELD, *OPTIMIZATION]

@@ -6,10 +6,11 @@ was expected. `tests/integration/test_crd_validation.py` gives the same bad mani
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
+from lora_api import cel_optimization
 from lora_api.archs import CUSTOM_PREFIX, FRAME_STEP, TEXT_ENCODER_ARCHS, UNET_ARCHS, VIDEO_ARCHS, Arch
+from lora_api.cel_rule import Rule, listed
 from lora_api.config import MUTABLE_CONFIG_PATHS, SINGLE_FILE
 from lora_api.locations import HUB_PATTERN
 from lora_api.patterns import CUSTOM_ARCH
@@ -23,44 +24,7 @@ MUTABLE_SPEC_PATHS: tuple[Path, ...] = (
 """Paths below `spec` of a job that may change at any time; everything else is fixed when the job is created."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One entry of `x-kubernetes-validations`.
-
-    Attributes:
-        on: The node that carries it, from the root of the object.
-        rule: The expression that must hold.
-        message: Said when there is no `message_expression`, or it can't be evaluated.
-        message_expression: CEL for a message with the values found.
-        field: The field it speaks of, below `on`.
-        reason: How the server classes the refusal.
-    """
-
-    on: Path
-    rule: str
-    message: str
-    message_expression: str | None = None
-    field: str | None = None
-    reason: str | None = None
-
-    def manifest(self) -> Schema:
-        """As the API server reads it."""
-        entries = {
-            "rule": self.rule,
-            "message": self.message,
-            "messageExpression": self.message_expression,
-            "fieldPath": f".{self.field}" if self.field else None,
-            "reason": self.reason,
-        }
-        return {key: value for key, value in entries.items() if value is not None}
-
-
-def _listed(values: Iterable[str]) -> str:
-    """A list of strings in CEL."""
-    return "[" + ", ".join(f"'{value}'" for value in values) + "]"
-
-
-_VIDEO = f"self.model.arch in {_listed(sorted(VIDEO_ARCHS))}"
+_VIDEO = f"self.model.arch in {listed(sorted(VIDEO_ARCHS))}"
 _ONE_FILE = f"self.name_or_path.endsWith('{SINGLE_FILE}')"
 _PICTURES_ONLY = "must be 1, because model.arch knows pictures only"
 
@@ -68,7 +32,7 @@ _PICTURES_ONLY = "must be 1, because model.arch knows pictures only"
 JOB_RULES: tuple[Rule, ...] = (
     Rule(
         on=("spec", "config", "model"),
-        rule=f'self.arch in {_listed(tuple(Arch))} || self.arch.matches("^{CUSTOM_ARCH}$")',
+        rule=f'self.arch in {listed(tuple(Arch))} || self.arch.matches("^{CUSTOM_ARCH}$")',
         message=f"is not one of {', '.join(Arch)}, {CUSTOM_PREFIX}... of a family that you added",
         field="arch",
         reason="FieldValueInvalid",
@@ -81,7 +45,7 @@ JOB_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         on=("spec", "config"),
-        rule=f"!self.train.train_text_encoder || self.model.arch in {_listed(TEXT_ENCODER_ARCHS)}"
+        rule=f"!self.train.train_text_encoder || self.model.arch in {listed(TEXT_ENCODER_ARCHS)}"
         f' || self.model.arch.startsWith("{CUSTOM_PREFIX}")',
         message="true is not supported; set it to false",
         message_expression='"true is not supported for model.arch " + self.model.arch + "; set it to false"',
@@ -206,7 +170,7 @@ JOB_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         on=("spec", "config"),
-        rule=f"!(self.model.arch in {_listed(sorted(UNET_ARCHS))} || self.model.arch.startsWith('{CUSTOM_PREFIX}')) || "
+        rule=f"!(self.model.arch in {listed(sorted(UNET_ARCHS))} || self.model.arch.startsWith('{CUSTOM_PREFIX}')) || "
         "self.save.formats.all(f, f in ['diffusers', 'peft'])",
         message="comfyui and kohya are not supported for this model.arch, whose original layers are not known; "
         "leave diffusers and peft",
@@ -231,6 +195,7 @@ JOB_RULES: tuple[Rule, ...] = (
         rule='!self.matches("(^|/)[.]+(/|$)")',
         message="has a segment of dots only",
     ),
+    *cel_optimization.RULES,
 )
 
 PROFILE_RULES: tuple[Rule, ...] = (

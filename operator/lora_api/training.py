@@ -9,6 +9,7 @@ from pydantic import Field
 
 from lora_api.archs import TEXT_ENCODER_ARCHS
 from lora_api.base import Native
+from lora_api.optimization import SchedulerParams
 
 
 class Precision(StrEnum):
@@ -42,8 +43,23 @@ class TrainConfig(Native):
     text_encoder_lr: float | None = Field(
         None, gt=0, le=10, description="Learning rate of the text encoder. Left out: `lr`."
     )
-    lr_scheduler: Literal["constant", "cosine"] = Field("constant", description="Learning-rate schedule after warm-up.")
-    warmup_steps: int = Field(0, ge=0, le=1_000_000, description="Steps over which the rate rises linearly from 0.")
+    lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "one_cycle", "rex"] = (
+        Field("constant", description="Learning-rate schedule after warm-up.")
+    )
+    lr_scheduler_params: SchedulerParams = Field(SchedulerParams(), description="Shape of the schedule.")
+    warmup_steps: int = Field(
+        0,
+        ge=0,
+        le=1_000_000,
+        description="Steps over which the rate rises linearly from 0; for one_cycle, along a cosine from lr / 25.",
+    )
+    warmup_ratio: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="The same as a share of `steps`, in place of `warmup_steps`. one_cycle rises over 0.3 of the steps when "
+        "neither is given.",
+    )
     optimizer: Literal["adamw"] = Field("adamw", description="Optimizer.")
     weight_decay: float = Field(1e-4, ge=0, le=10, description="Decoupled weight decay of AdamW.")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1.")

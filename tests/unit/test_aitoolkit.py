@@ -250,6 +250,18 @@ def test_a_scheduler_that_means_something_else_there_is_refused():
     assert "rises from a third of lr" in problems(put(preset(), "train.lr_scheduler", "linear"))[0]
 
 
+def test_schedules_keep_their_shape():
+    never = imported(train__lr_scheduler="cosine_with_restarts").config["train"]
+    assert never["lr_scheduler"] == "cosine"  # one period over all steps there
+    found = imported(train__lr_scheduler="cosine", train__lr_scheduler_params={"eta_min": 2e-5}).config["train"]
+    assert found["lr_scheduler_params"] == {"min_lr_ratio": pytest.approx(0.2)}
+    found = imported(train__lr_scheduler="polynomial", train__lr_scheduler_params={"power": 2}).config["train"]
+    assert (found["lr_scheduler"], found["lr_scheduler_params"]) == ("polynomial", {"power": 2})
+    own = imported(train__lr_scheduler="cosine_with_restarts", train__lr_scheduler_params={"num_cycles": 3})
+    assert own.config["train"]["lr_scheduler"] == "cosine_with_restarts"
+    assert "eta_mim" in problems(put(preset(), "train.lr_scheduler_params", {"eta_mim": 0}))[0]
+
+
 def test_guidance_of_z_image_is_counted_from_0_here():
     found = imported(preset="zimage")
     assert found.config["sample"]["guidance_scale"] == 3

@@ -104,6 +104,8 @@ VALIDATORS = {
     "ModelConfig.arch._known_arch": "spec.config.model.arch",
     "rules.something_is_trained": "spec.config.train.train_unet",
     "rules.text_encoder_can_be_trained": "spec.config.train.train_text_encoder",
+    "rules.the_warm_up_is_given_once": "spec.config.train.warmup_ratio",
+    "rules.the_schedule_has_the_shape_it_is_given": "spec.config.train.lr_scheduler_params.num_cycles",
     "OutputSpec.path._no_dot_segments": "spec.output.path",
     "StoreSpec._fields_fit_the_type": "spec.stores[0].endpoint",
     "ProfileSpec._store_names_differ": "spec.stores",

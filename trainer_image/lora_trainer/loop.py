@@ -148,13 +148,7 @@ class Loop:
 
     def _update(self, agreed: Agreement, norm: Tensor, begin: float) -> None:
         train, state = self.config.train, self.state
-        lr = learning_rate(
-            state.step,
-            base=self.settings.lr,
-            steps=self.settings.steps,
-            warmup=train.warmup_steps,
-            kind=train.lr_scheduler,
-        )
+        lr = learning_rate(state.step, base=self.settings.lr, steps=self.settings.steps, train=train)
         with self.timer.part("optimizer"):
             if 0 < train.max_grad_norm < agreed.grad_norm:
                 clip_grads_with_norm_(self._parameters, train.max_grad_norm, norm, foreach=True)

@@ -11,6 +11,7 @@ from lora_api.aitoolkit.findings import Block, Findings
 from lora_api.archs import Arch
 from lora_api.config import ModelConfig, SaveConfig
 from lora_api.network import NetworkConfig
+from lora_api.optimization import SchedulerParams
 from lora_api.suggestions import VALUE_ALIASES, choices_of
 from lora_api.training import TrainConfig
 from lora_api.wording import short
@@ -29,10 +30,6 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(/[\w./-]+\.safete
 
 _OPTIMIZERS = {
     "adamw8bit": ("adamw", "the same update with moments in 32 bits, which needs more memory"),
-}
-_SCHEDULES = {
-    "constant_with_warmup": "constant",
-    "cosine_with_restarts": "cosine",  # its first period has all steps there, so it never restarts
 }
 _NOISE_LEVELS = {"sigmoid": "logit_normal", "linear": "uniform", "weighted": "uniform"}
 
@@ -204,19 +201,33 @@ def _schedule(block: Block) -> None:
     name = block.take("lr_scheduler") or "constant"
     given = block.inner("lr_scheduler_params")
     warmup = given.take("num_warmup_steps")
-    if name == "constant_with_warmup" and warmup is None:
-        warmup = 1000
-        block.findings.defaults.append("train.warmup_steps 1000")
+    if name == "constant_with_warmup":
+        name = "constant"
+        if warmup is None:
+            warmup = 1000
+            block.findings.defaults.append("train.warmup_steps 1000")
     if name == "linear":
         block.problem(
             "lr_scheduler", "linear rises from a third of lr to lr there, which is not supported; use constant"
         )
-    elif name not in choices_of(TrainConfig, "lr_scheduler"):
-        name = _SCHEDULES.get(name, name)
+    if name == "cosine_with_restarts" and not given.has("num_cycles"):
+        name = "cosine"  # its first period has all steps there, so it never restarts
+    _schedule_ends(block, given)
     block.out["lr_scheduler"] = name
     if warmup is not None:
         block.out["warmup_steps"] = warmup
-    given.finish({})
+    shape = given.finish({}, SchedulerParams)
+    if shape:
+        block.out["lr_scheduler_params"] = shape
+
+
+def _schedule_ends(block: Block, given: Block) -> None:
+    """A last rate, which is absolute there, as a share of `lr`."""
+    end, rate = given.take("eta_min"), block.peek("lr")
+    if isinstance(end, int | float) and isinstance(rate, int | float) and rate > 0:
+        given.out["min_lr_ratio"] = end / rate
+    elif end is not None:
+        given.problem("eta_min", f"found {short(end)}, expected a number")
 
 
 def _noise_levels(block: Block) -> None:
