@@ -91,7 +91,11 @@ class RunPolicy(Kubernetes):
     )
     backoff_limit: int = Field(3, ge=0, le=1000, description="Failures that are retried before the job fails.")
     stall_timeout_seconds: int = Field(
-        600, ge=0, le=86400, description="Seconds without a heartbeat before the attempt is restarted; 0 never."
+        600,
+        ge=0,
+        le=86400,
+        description="Seconds without progress before the attempt is restarted: no step, part of a step or sample done while it trains, "
+        "no heartbeat at other times; 0 never.",
     )
     startup_deadline_seconds: int = Field(
         0,

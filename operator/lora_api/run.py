@@ -91,6 +91,7 @@ class Progress(Document):
     nonfinite_steps: int = 0  # skipped, over this start
     detail: str = ""  # what is being done, for people: "encoding 5/12 pictures"
     updated_at: str
+    advanced_at: str | None = None  # last sign of progress: stands still while training hangs
     exit: ExitWord | None = None
 
 

@@ -45,8 +45,8 @@ class Store(Protocol):
         """Where it is, for people: `s3://bucket/prefix/` or a directory."""
         ...
 
-    def put(self, key: str, data: bytes | Path) -> None:
-        """Writes bytes, or the content of a file."""
+    def put(self, key: str, data: bytes | memoryview | Path) -> None:
+        """Writes bytes (a memoryview counts them singly), or the content of a file."""
         ...
 
     def get(self, key: str) -> bytes | None:

@@ -56,6 +56,13 @@ def test_an_empty_object_is_an_object(store):
     assert store.list() == [StoredObject("empty", 0, store.list()[0].modified_at)]
 
 
+@pytest.mark.parametrize("size", [0, 3, 11 * MEBIBYTE])
+def test_memory_is_put_as_bytes_are(store, size):
+    data = bytes(range(256)) * (size // 256 + 1)
+    store.put("memory", memoryview(bytearray(data[: size + 1]))[1:])
+    assert store.get("memory") == data[1 : size + 1]
+
+
 def test_putting_again_replaces(store):
     store.put("progress.json", b"a long first value")
     store.put("progress.json", b"short")

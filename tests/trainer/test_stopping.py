@@ -131,6 +131,19 @@ def test_two_ranks_of_two_train_what_one_process_of_four_does_and_stop_together(
         torch.testing.assert_close(tensor, expected[key], atol=1e-6 * step, rtol=1e-3)
 
 
+def test_when_rank_0_can_not_commit_both_ranks_end_with_the_store_s_word(job):
+    job.change(save={"save_every": 2})
+    job.folder.mkdir(parents=True)
+    job.store.put("checkpoints", b"a file where a folder should be")
+    process = Process(job, *TWO_RANKS)
+    assert process.end(None, 240) == ExitCode.TRANSIENT
+    assert "checkpoints" in job.word().message
+    assert "can't be written" in job.word().message
+    log = (job.folder / "log").read_text()
+    assert "[rank 1] rank 0 could not commit a checkpoint" in log
+    assert (job.word().step, job.progress().exit.step) == (0, 0)
+
+
 def test_when_one_of_two_ranks_is_killed_the_group_ends_within_seconds(job):
     process = Process(job, *TWO_RANKS)
     process.await_step(2)

@@ -52,7 +52,7 @@ class MemoryStore:
     def location(self) -> str:
         return f"s3://runs/{self.prefix}"
 
-    def put(self, key: str, data: bytes | Path) -> None:
+    def put(self, key: str, data: bytes | memoryview | Path) -> None:
         self._called("put", key)
         assert isinstance(data, bytes)
         self.data[self.prefix + key] = (data, self.clock.now().timestamp())

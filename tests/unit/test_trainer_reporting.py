@@ -56,6 +56,33 @@ def test_the_heartbeat_comes_at_once_and_follows_the_stage(store):
     assert (last.start, last.attempt, last.stage, last.exit) == (3, 2, "PreparingData", DONE)
 
 
+def test_a_training_that_hangs_keeps_its_heartbeat_but_not_its_sign_of_progress(store, monkeypatch):
+    moments = (f"2026-01-01T00:00:{second:02d}Z" for second in range(60))
+    monkeypatch.setattr("lora_trainer.clock.now", lambda: next(moments))
+    made = reporter(store)
+    made._beat(None)
+
+    def told() -> bool:
+        """Whether a heartbeat now says that something was done since the one before."""
+        before = progress(store).advanced_at
+        made._beat(None)
+        return progress(store).advanced_at > before
+
+    made.enter("PreparingData", "loading the base model")
+    assert [told(), told()] == [True, True], "what can't tell how far it is counts as alive outside of training"
+    made.enter("Training")
+    assert [told(), told(), told()] == [True, False, False]
+    made.stepped(step=1, loss=1.0, lr=1e-3, grad_norm=0.5, seconds=0.5)
+    assert [told(), told()] == [True, False]
+    made.advanced()
+    assert [told(), told()] == [True, False]
+    made.detail("drawing sample 2/4")
+    assert [told(), told()] == [True, False]
+    with made.long_work():
+        assert [told(), told()] == [True, True]
+    assert [told(), told()] == [True, False]
+
+
 def test_loss_and_speed_are_smoothed_and_the_rest_is_derived(store):
     made = reporter(store)
     made.now.samples_per_step = 4

@@ -33,21 +33,37 @@ class Checkpoint:
     files: Mapping[str, bytes]
 
 
-def entry(name: str, data: bytes) -> FileEntry:
+def entry(name: str, data: bytes | memoryview) -> FileEntry:
     """The manifest's line for a file."""
     return FileEntry(name=name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
 def commit(
-    store: Store, fence: Fence, files: Mapping[str, bytes], *, step: int, uid: str, config_hash: str
+    store: Store,
+    fence: Fence,
+    files: Mapping[str, bytes | memoryview],
+    *,
+    step: int,
+    uid: str,
+    config_hash: str,
+    begun: float | None = None,
 ) -> CheckpointManifest:
     """Writes the files, then makes them a checkpoint.
+
+    Args:
+        store: The run directory.
+        fence: The claim, read again between the files and the manifest.
+        files: Content by name.
+        step: Updates done.
+        uid: Of the job.
+        config_hash: Of its configuration.
+        begun: When saving began, by `clock.seconds()`; None is now.
 
     Raises:
         FencedError: When a newer start exists; nothing is committed then.
         StoreError: When the store can't be used.
     """
-    begin = clock.seconds()
+    begun = clock.seconds() if begun is None else begun
     folder = layout.checkpoint_folder(step, fence.claim.start)
     for name, data in files.items():
         store.put(folder + name, data)
@@ -60,7 +76,7 @@ def commit(
         config_hash=config_hash,
         committed_at=clock.now(),
         files=tuple(entry(name, data) for name, data in files.items()),
-        save_seconds=round(clock.seconds() - begin, 3),
+        save_seconds=round(clock.seconds() - begun, 3),
     )
     store.put(folder + layout.MANIFEST, manifest.model_dump_json(by_alias=True).encode())
     return manifest

@@ -26,6 +26,7 @@ from lora_trainer.errors import NotFiniteError
 from lora_trainer.objective import loss_of, seed_dropout
 from lora_trainer.reporting import Reporter
 from lora_trainer.runtime import Agreement, Group, autocast
+from lora_trainer.saver import Saves, Saving
 from lora_trainer.schedule import learning_rate
 from lora_trainer.settings import Settings
 from lora_trainer.state import TrainState
@@ -67,6 +68,7 @@ class Loop:
         stop: Set by signals.
         reporter: Told about every update.
         control: Newer settings, on rank 0.
+        saves: Heard after each agreement: whether the last save went well.
         after_step: Called with the step after each update: saves and samples when they are due.
     """
 
@@ -80,6 +82,7 @@ class Loop:
     stop: StopRequest
     reporter: Reporter
     control: ControlWatch | None = None
+    saves: Saves | None = None
     after_step: Callable[[int, Settings], None] = lambda step, settings: None  # noqa: ARG005 - does nothing
     timer: PartTimer = field(default_factory=lambda: PartTimer(0))
 
@@ -95,22 +98,23 @@ class Loop:
 
         Raises:
             NotFiniteError: When too many iterations in a row were not finite.
-            FencedError: When a newer start exists.
+            BaseException: When the last save failed, or a newer start exists; see `Saves.heard`.
         """
         while self.state.step < self.settings.steps:
             begin = time.perf_counter()
             loss, norm = self._accumulate()
             news = self.control is not None and self.control.newer_than(self.settings.generation) is not None
             with self.timer.part("agree"):
-                agreed = self.group.agree(loss, norm, stop=self.stop.requested, news=news)
+                saving = self.saves.state if self.saves is not None else 0
+                agreed = self.group.agree(loss, norm, stop=self.stop.requested, news=news, saving=saving)
+            if self.saves is not None:
+                self.saves.heard(Saving(agreed.saving))
             if agreed.finite:
                 self._update(agreed, norm, begin)
             else:
                 self._skip(agreed)
             if agreed.news:
                 self._take_over()
-            if self.reporter.fenced is not None:
-                raise self.reporter.fenced
             if agreed.stop or (self.group.world_size == 1 and self.stop.requested):
                 return False
         return True
@@ -141,6 +145,7 @@ class Loop:
         with self.timer.part("backward"):
             factor = (self.state.loss_scale if self._scaled else 1.0) / count
             (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
+        self.reporter.advanced()
         return loss.detach()
 
     def _without_sync(self) -> Any:

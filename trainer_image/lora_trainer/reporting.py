@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -44,6 +46,7 @@ class Snapshot:
     save_seconds: float | None = None
     committed_step: int = 0
     nonfinite_steps: int = 0
+    advances: int = 0  # signs of progress: a run that hangs has no new ones
     rejected: tuple[RejectedCheckpoint, ...] = ()
 
     @property
@@ -90,6 +93,9 @@ class Reporter:
     view: View | None = None
     now: Snapshot = field(default_factory=Snapshot)
     fenced: FencedError | None = None
+    _advanced_at: str = field(default_factory=clock.now)
+    _seen_advances: int = 0
+    _long_work: int = 0
     _lines: list[str] = field(default_factory=list)
     _updates: int = 0
     _unwritten_lines: bool = False
@@ -109,16 +115,33 @@ class Reporter:
     def enter(self, stage: Stage, detail: str = "") -> None:
         """A new stage begins; told at once."""
         self.now.stage, self.now.detail = stage, detail
+        self.advanced()
         self._wake.set()
 
     def detail(self, text: str) -> None:
         """What is being done, for people."""
         self.now.detail = text
+        self.advanced()
+
+    def advanced(self) -> None:
+        """A part of a step, of a sample or the like is done: training does not hang."""
+        self.now.advances += 1
+
+    @contextmanager
+    def long_work(self) -> Iterator[None]:
+        """Inside is one piece of work that may take minutes and can't tell how far it is; the heartbeat alone counts."""
+        self._long_work += 1
+        try:
+            yield
+        finally:
+            self._long_work -= 1
+            self.advanced()
 
     def stepped(self, *, step: int, loss: float, lr: float, grad_norm: float, seconds: float) -> None:
         """One update was done."""
         now = self.now
         self._updates += 1
+        self.advanced()
         share = max(_SMOOTHING, 1.0 / self._updates)
         now.step, now.learning_rate, now.grad_norm = step, lr, grad_norm
         now.loss = loss if now.loss is None else (1 - share) * now.loss + share * loss
@@ -173,6 +196,7 @@ class Reporter:
             nonfinite_steps=now.nonfinite_steps,
             detail=now.detail,
             updated_at=clock.now(),
+            advanced_at=self._advanced_at,
             exit=word,
         )
 
@@ -204,6 +228,9 @@ class Reporter:
         return self.fenced is not None
 
     def _beat(self, word: ExitWord | None) -> None:
+        now = self.now
+        if now.advances != self._seen_advances or now.stage != "Training" or self._long_work:
+            self._seen_advances, self._advanced_at = now.advances, clock.now()
         self._write(layout.PROGRESS, self.progress(word).model_dump_json(by_alias=True))
 
     def _write_lines(self) -> None:

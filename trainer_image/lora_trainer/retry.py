@@ -34,7 +34,7 @@ class RetryingStore:
         """Where it is, for people."""
         return self._store.location
 
-    def put(self, key: str, data: bytes | Path) -> None:
+    def put(self, key: str, data: bytes | memoryview | Path) -> None:
         """Writes bytes, or the content of a file."""
         self._again(lambda: self._store.put(key, data))
 

@@ -65,6 +65,7 @@ class Agreement:
     grad_norm: float
     stop: bool  # some rank was asked to stop
     news: bool  # rank 0 has a newer control document
+    saving: int = 0  # how rank 0's newest save stands, a `saver.Saving`
 
     @property
     def finite(self) -> bool:
@@ -120,7 +121,7 @@ class Group:
         dist.all_reduce(flat)
         nn.utils.vector_to_parameters(flat / self.world_size, gradients)
 
-    def agree(self, loss: Tensor, grad_norm: Tensor, *, stop: bool, news: bool) -> Agreement:
+    def agree(self, loss: Tensor, grad_norm: Tensor, *, stop: bool, news: bool, saving: int = 0) -> Agreement:
         """Makes one iteration's facts common to all ranks; the only wait for the device in an iteration.
 
         Args:
@@ -128,14 +129,17 @@ class Group:
             grad_norm: Norm of the averaged gradients, () fp32 on the device.
             stop: Whether this process was asked to stop.
             news: Whether this process has a newer control document.
+            saving: How its newest save stands; 0 on every rank but the one that saves.
         """
         if self.world_size == 1:
             values = torch.stack((loss, grad_norm)).tolist()
-            return Agreement(values[0], values[1], stop, news)
-        facts = torch.stack((loss, grad_norm, loss.new_tensor(float(stop)), loss.new_tensor(float(news))))
+            return Agreement(values[0], values[1], stop, news, saving)
+        flags = loss.new_tensor((float(stop), float(news), float(saving)))
+        facts = torch.cat((torch.stack((loss, grad_norm)), flags))
         dist.all_reduce(facts)
         values = facts.tolist()
-        return Agreement(values[0] / self.world_size, values[1] / self.world_size, values[2] > 0, values[3] > 0)
+        loss_mean, norm_mean = values[0] / self.world_size, values[1] / self.world_size
+        return Agreement(loss_mean, norm_mean, values[2] > 0, values[3] > 0, round(values[4]))
 
     def broadcast(self, value: Value | None) -> Value:
         """Rank 0's value, on every rank; it has to be picklable."""

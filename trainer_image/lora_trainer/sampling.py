@@ -6,7 +6,8 @@ import io
 import math
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image
@@ -70,6 +71,18 @@ def draw_samples(
         paths.append(save_png(side_by_side(frames), folder / f"{index:02d}.png"))
         on_drawn(index + 1)
     return paths
+
+
+@contextmanager
+def each_pass(model: BaseModel, called: Callable[[], None]) -> Iterator[None]:
+    """Inside, `called` is called after every pass through a denoiser: a sample of a big model takes minutes."""
+    modules = [getattr(model.pipe, name) for name in model.export_parts.values()]
+    handles = [module.register_forward_hook(lambda *_: called()) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def side_by_side(frames: Sequence[Image.Image]) -> Image.Image:

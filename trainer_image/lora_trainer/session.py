@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lora_api.run import CheckpointManifest, RunConfig, config_hash
@@ -24,9 +24,12 @@ from lora_trainer.prepare import Preparation
 from lora_trainer.retention import remove_old_checkpoints
 from lora_trainer.retry import place
 from lora_trainer.runtime import Group, synchronise
+from lora_trainer.sampling import each_pass
+from lora_trainer.saver import Saver, Saves, Snapshot
 from lora_trainer.settings import Settings
-from lora_trainer.state import TrainState, build_optimizer, pack, unpack
+from lora_trainer.state import TrainState, build_optimizer, finished, snapshot, unpack
 from lora_trainer.stopping import Stopped
+from lora_trainer.tensorfile import HostBuffers, TensorFile
 from lora_trainer.timing import PartTimer
 
 if TYPE_CHECKING:
@@ -58,6 +61,7 @@ class Session:
     fence: Fence | None
     group: Group
     newest: Checkpoint | None
+    _buffers: HostBuffers = field(default_factory=HostBuffers)
 
     def train(self) -> None:
         """Goes on from the checkpoint until the job is done.
@@ -74,9 +78,7 @@ class Session:
         self._restore()
         stop.check()
         with stop.deferred():
-            done = self._loop()
-            if self.state.step > self.start.committed_step:
-                self._save()
+            done = self._train_and_save()
         if not done:
             raise Stopped(stop.signal_name)
         reporter.enter("Finalizing")
@@ -117,6 +119,20 @@ class Session:
             )
         return found
 
+    def _train_and_save(self) -> bool:
+        """Whether the last step was reached; what was trained is committed."""
+        self.saves = Saves(
+            self._saver(), self.group, self.start.reporter, self.start.committed_step, heard_of_commit=self._heard
+        )
+        try:
+            done = self._loop()
+            if self.state.step > self.saves.taken_step:
+                self.saves.save(self.state.step, self._snapshot)
+            self.saves.finish()
+        finally:
+            self.saves.close()
+        return done
+
     def _loop(self) -> bool:
         config, reporter, model = self.run.config, self.start.reporter, self.prepared.model
         share = Share(
@@ -138,7 +154,7 @@ class Session:
             loop = Loop(
                 config=config, settings=self.settings, state=self.state, model=model, optimizer=self.optimizer,
                 batches=batches, group=self.group, stop=self.start.stop, reporter=reporter, control=control,
-                after_step=self._after_step,
+                saves=self.saves, after_step=self._after_step,
                 timer=PartTimer(config.performance_log_every, lambda: synchronise(self.group.device)),
             )  # fmt: skip
             done = loop.run()
@@ -152,46 +168,48 @@ class Session:
     def _after_step(self, step: int, settings: Settings) -> None:
         self.settings = settings
         if step % settings.save_every == 0 and step < settings.steps:
-            self._save()
+            self.saves.save(step, self._snapshot)
         every = settings.sample.sample_every
         if every and step % every == 0 and step < settings.steps and self.prepared.prompts:
             self._draw(step)
 
-    def _save(self) -> None:
-        """Commits a checkpoint on rank 0; the others wait, so that no rank runs on after a failed commit."""
-        if self.fence is not None:
-            begin = clock.seconds()
-            reporter = self.start.reporter
-            reporter.detail(f"saving step {self.state.step}")
-            files = pack(self.prepared.adapter, self.optimizer, self.state, self._facts())
-            files |= portable_files(self.prepared.model, self.prepared.adapter)
-            manifest = checkpoint.commit(
-                self.store,
-                self.fence,
-                files,
-                step=self.state.step,
-                uid=self.run.uid,
-                config_hash=config_hash(self.run.config),
-            )
-            reporter.now.save_seconds = max(reporter.now.save_seconds or 0.0, round(clock.seconds() - begin, 3))
-            reporter.now.committed_step = self.state.step
-            reporter.detail("")
-            reporter.committed()
-            log.info(
-                "committed the checkpoint of step %d: %.1f MB in %.2f s",
-                manifest.step,
-                manifest.size_bytes / 1e6,
-                clock.seconds() - begin,
-            )
-            if self.start.environment.removes_checkpoints:
-                remove_old_checkpoints(self.store, self.run.config.save.max_step_saves)
-        self.group.wait(lambda: None)
-        self.start.committed_step = self.state.step
+    def _saver(self) -> Saver | None:
+        if self.fence is None:
+            return None
+        return Saver(self.store, self.fence, self.run.uid, config_hash(self.run.config), self._committed)
+
+    def _snapshot(self) -> Snapshot | None:
+        """What is trained as it stands, on the host; on rank 0."""
+        if self.fence is None:
+            return None
+        begun, adapter, model = clock.seconds(), self.prepared.adapter, self.prepared.model
+        files = snapshot(adapter, self.optimizer, self.state, self._facts(), self._buffers)
+        synchronise(self.group.device)
+        held = files[checkpoint.ADAPTER]
+        assert isinstance(held, TensorFile)
+        return Snapshot(
+            self.state.step,
+            lambda: finished(files) | portable_files(model, adapter.standing_at(held.tensors)),
+            begun,
+        )
+
+    def _committed(self, manifest: CheckpointManifest) -> None:
+        """In the saving thread of rank 0."""
+        reporter = self.start.reporter
+        reporter.now.save_seconds = max(reporter.now.save_seconds or 0.0, manifest.save_seconds)
+        reporter.now.committed_step = self.start.committed_step = manifest.step
+        reporter.committed()
+        if self.start.environment.removes_checkpoints:
+            remove_old_checkpoints(self.store, self.run.config.save.max_step_saves)
+
+    def _heard(self, step: int) -> None:
+        self.start.committed_step = step
 
     def _draw(self, step: int) -> None:
         if self.fence is not None:
             try:
-                put_samples(self.prepared, self.settings, self.store, step, self._say_unless_stopping)
+                with each_pass(self.prepared.model, self.start.reporter.advanced):
+                    put_samples(self.prepared, self.settings, self.store, step, self._say_unless_stopping)
             except Stopped:
                 log.info("drawing samples of step %d was cut short", step)
             self.start.reporter.detail("")

@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 
 from lora_api.training import TrainConfig
 from lora_trainer.checkpoint import ADAPTER, OPTIMIZER, STATE
-from lora_trainer.tensorfile import with_header
+from lora_trainer.runtime import synchronise
+from lora_trainer.tensorfile import HostBuffers, TensorFile
 
 if TYPE_CHECKING:
     from lora_trainer.networks import Trainable
@@ -55,27 +56,55 @@ def build_optimizer(
     return optimizer
 
 
-def pack(
-    adapter: Trainable, optimizer: torch.optim.Optimizer, state: TrainState, extra: Mapping[str, Any]
-) -> dict[str, bytes]:
-    """The files of a checkpoint. That of the adapter is a file that diffusers loads, unless its header says otherwise.
+Files = dict[str, TensorFile | bytes]
+
+
+def snapshot(
+    adapter: Trainable,
+    optimizer: torch.optim.Optimizer,
+    state: TrainState,
+    extra: Mapping[str, Any],
+    buffers: HostBuffers | None = None,
+) -> Files:
+    """The files of a checkpoint with the values of now. That of the adapter is a file that diffusers loads, unless its
+    header says otherwise.
+
+    Values on a GPU are still on their way until the device is synchronised.
 
     Args:
         adapter: Saved in fp32.
         optimizer: Its state is named by the parameters' positions, which `Trainable` fixes.
         state: Counters.
         extra: Facts for people and for checks: settings in force, data digest, versions.
+        buffers: Memory of an earlier snapshot, which nobody reads any more; None makes new memory.
     """
     scales = [group["lr_scale"] for group in optimizer.param_groups]
     counters = {"version": _VERSION, **asdict(state), "lr_scales": scales, **extra}
     return {
-        ADAPTER: with_header(
+        ADAPTER: TensorFile(
             adapter.checkpoint_tensors(),
             {"step": str(state.step), **adapter.checkpoint_header()},
+            name=ADAPTER,
+            buffers=buffers,
         ),
-        OPTIMIZER: save(_flat(optimizer)),
+        OPTIMIZER: TensorFile(_flat(optimizer), name=OPTIMIZER, buffers=buffers),
         STATE: json.dumps(counters, indent=1, sort_keys=True).encode(),
     }
+
+
+def finished(files: Mapping[str, TensorFile | bytes]) -> dict[str, bytes | memoryview]:
+    """The bytes of a snapshot's files; every value has arrived."""
+    return {name: each.finished() if isinstance(each, TensorFile) else each for name, each in files.items()}
+
+
+def pack(
+    adapter: Trainable, optimizer: torch.optim.Optimizer, state: TrainState, extra: Mapping[str, Any]
+) -> dict[str, bytes]:
+    """The files of a checkpoint as bytes; arguments as in `snapshot`."""
+    files = snapshot(adapter, optimizer, state, extra)
+    for device in {parameter.device for parameter in adapter.parameters()}:
+        synchronise(device)
+    return {name: bytes(content) for name, content in finished(files).items()}
 
 
 def unpack(files: Mapping[str, bytes], adapter: Trainable, optimizer: torch.optim.Optimizer) -> TrainState:
@@ -101,7 +130,5 @@ def unpack(files: Mapping[str, bytes], adapter: Trainable, optimizer: torch.opti
 def _flat(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     state: dict[int, dict[str, Tensor]] = optimizer.state_dict()["state"]
     return {
-        f"{position:05d}.{key}": tensor.detach().cpu().contiguous()
-        for position, values in state.items()
-        for key, tensor in values.items()
+        f"{position:05d}.{key}": tensor.detach() for position, values in state.items() for key, tensor in values.items()
     }

@@ -24,7 +24,7 @@ class DirectoryStore:
         """The directory."""
         return str(self._root)
 
-    def put(self, key: str, data: bytes | Path) -> None:
+    def put(self, key: str, data: bytes | memoryview | Path) -> None:
         """Writes bytes, or the content of a file; durable (fsync) before it becomes visible."""
         target = self._path(key)
         try:

@@ -37,6 +37,22 @@ def _http_pool() -> urllib3.PoolManager:
     )
 
 
+class _Reader(io.RawIOBase):
+    """Reads memory piece by piece: a checkpoint of gigabytes is not copied as a whole before it is sent."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data, self._at = memoryview(data), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        end = len(self._data) if size < 0 else self._at + size
+        piece = bytes(self._data[self._at : end])
+        self._at += len(piece)
+        return piece
+
+
 class S3Store:
     """See `lora_api.store.Store`. Keys lie below `prefix` (empty, or ending in a slash) in one bucket."""
 
@@ -62,14 +78,14 @@ class S3Store:
         """`s3://bucket/prefix/`."""
         return f"s3://{self._bucket}/{self._prefix}"
 
-    def put(self, key: str, data: bytes | Path) -> None:
+    def put(self, key: str, data: bytes | memoryview | Path) -> None:
         """Writes bytes, or the content of a file; S3 shows an object only when it is whole."""
         with self._words("put", key):
             if isinstance(data, Path):
                 self._client.fput_object(bucket_name=self._bucket, object_name=self._prefix + key, file_path=str(data))
             else:
                 self._client.put_object(
-                    bucket_name=self._bucket, object_name=self._prefix + key, data=io.BytesIO(data), length=len(data)
+                    bucket_name=self._bucket, object_name=self._prefix + key, data=_Reader(data), length=len(data)
                 )
 
     def get(self, key: str) -> bytes | None:

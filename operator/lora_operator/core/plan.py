@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from lora_api.job import FINALIZER, ConditionType, JobStatus
-from lora_api.run import FinalManifest
+from lora_api.run import FinalManifest, Progress
 from lora_operator.core.assemble import Decision, assemble
 from lora_operator.core.classify import Cause, Evidence, Verdict, classify_end, has_ended
 from lora_operator.core.conditions import condition_of, holds, is_terminal, shorten
@@ -203,18 +203,27 @@ def _it_has_stalled(o: Observed) -> Decision | None:
         return None
     beat = heartbeat(o)
     alive = beat if beat and beat.exit is None else None
-    signs = [parse_time(alive.updated_at) if alive else None, _store_came_back_at(o), *(p.started_at for p in running)]
+    told = (alive.advanced_at or alive.updated_at) if alive else None
+    signs = [parse_time(told), _store_came_back_at(o), *(p.started_at for p in running)]
     last_sign = max((moment for moment in signs if moment is not None), default=None)
     if last_sign is None or o.now - last_sign <= timedelta(seconds=limit):
         return None
     step = f" at step {alive.step}" if alive else ""
     silence = format_duration((o.now - last_sign).total_seconds())
-    text = f"No heartbeat{step} for {silence}; the limit is stallTimeoutSeconds: {limit}"
+    hangs = alive is not None and _beats(alive, o.now, limit)
+    what = "The trainer is alive, but makes no progress" if hangs else "No heartbeat"
+    text = f"{what}{step} for {silence}; the limit is stallTimeoutSeconds: {limit}"
     lost = [pod for pod in running if pod.phase == "Unknown"]
     if lost:
         text = f"Pod {lost[0].name} on node {lost[0].node} can't be reached. {text}"
         return after(o, Verdict(Cause.INFRASTRUCTURE, "NodeLost", text))
     return after(o, Verdict(Cause.FAILURE, "NoProgress", text))
+
+
+def _beats(beat: Progress, now: datetime, limit: int) -> bool:
+    """Whether its process still reports."""
+    told = parse_time(beat.updated_at)
+    return told is not None and now - told <= timedelta(seconds=limit)
 
 
 def _it_waits_to_be_created(o: Observed) -> Decision | None:

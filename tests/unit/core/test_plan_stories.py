@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -188,6 +189,17 @@ def test_silence_is_measured_from_the_last_sign_of_any_kind() -> None:
     assert plan(fresh_pod.at(541).build()).status.attempt == 2
 
 
+def test_a_heartbeat_without_progress_is_a_hang_and_said_to_be_one() -> None:
+    hangs = RunBuilder().with_progress(150, updated_at=ago(1), advanced_at=ago(601))
+    seen = running().with_run(hangs).seen(pods=(replace(PodBuilder().build(), started_at=None),))
+    decided = plan(seen.build())
+    assert (decided.status.attempt, decided.status.restarts.failure) == (2, 1)
+    text = condition(decided, ConditionType.INTERRUPTED)[2]
+    assert "The trainer is alive, but makes no progress at step 150 for 10m01s" in text
+    advances = RunBuilder().with_progress(150, updated_at=ago(1), advanced_at=ago(599))
+    assert plan(seen.with_run(advances).build()).status.attempt == 1
+
+
 @pytest.mark.parametrize(
     "pods",
     [
@@ -208,8 +220,6 @@ def test_stall_detection_can_be_switched_off() -> None:
 
 
 def test_silence_on_a_node_that_can_not_be_reached_is_the_nodes() -> None:
-    from dataclasses import replace
-
     pod = replace(PodBuilder().build(), phase="Unknown")
     decided = plan(running().seen(pods=(pod,)).at(9999).build())
     assert decided.status.restarts.infrastructure == 1

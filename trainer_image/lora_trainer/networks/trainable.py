@@ -5,9 +5,10 @@ Parameters are fp32 whatever the base model is: updates of 1e-4 would vanish in 
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -97,11 +98,22 @@ class Trainable(ABC):
             parameter.copy_(state[key])
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """`state_dict` under the keys of checkpoints: with the component in front."""
-        return {self._checkpoint_key(key): tensor for key, tensor in self.state_dict().items()}
+        """The parameters themselves, no copies, by the keys of checkpoints: with the component in front."""
+        return {self._checkpoint_key(key): parameter.detach() for key, parameter in self._parameters.items()}
+
+    def standing_at(self, tensors: Mapping[str, Tensor]) -> Self:
+        """This, with other values: what files are made from while training goes on.
+
+        Args:
+            tensors: By the keys of `checkpoint_tensors`; the one returned reads them where they lie.
+        """
+        twin = copy.copy(self)
+        values = {key: cast("nn.Parameter", tensors[self._checkpoint_key(key)]) for key in self._parameters}
+        twin._parameters = values  # noqa: SLF001 - our own
+        return twin
 
     def load_checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over what `checkpoint_tensors` returned, to the bit.
+        """Takes over the values of `checkpoint_tensors`, to the bit.
 
         Raises:
             ValueError: See `load_state_dict`.
