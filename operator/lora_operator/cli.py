@@ -84,14 +84,22 @@ def run(
 @app.command()
 def validate(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="YAML or JSON; - reads standard input.")],
+    *,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(metavar="GIB", help="Memory of each GPU that jobs will run on; left out, that of a GPU here."),
+    ] = None,
 ) -> None:
-    """Check manifests without a cluster.
+    """Check manifests without a cluster, and tell how much GPU memory jobs need.
 
     Prints one line for each problem; the exit code is 0 or 1.
     """
+    from lora_operator.local.machine import environment, gpu_memory_gib
     from lora_operator.local.validate import validate_files
 
-    report = validate_files(files)
+    report = validate_files(files, gpu_gib=gpu_memory or gpu_memory_gib(environment()))
+    for line in report.memory if not report.problems else ():
+        typer.echo(line, err=True)
     for note in report.notes:
         typer.echo(note, err=True)
     for problem in report.problems:

@@ -9,7 +9,7 @@ import pytest
 
 from lora_api.job import LoRATrainingJob
 from lora_api.problems import parse
-from lora_operator.local.machine import credentials_from, find_gpus
+from lora_operator.local.machine import credentials_from, find_gpus, gpu_memory_gib
 from lora_operator.local.prepare import SECRET, Options, UserError, fit_to_machine, prepare, store_from_option
 from tests.local_runs import job_manifest
 
@@ -191,6 +191,19 @@ def test_gpus_are_found_without_torch_and_limited_by_cuda_visible_devices(tmp_pa
     assert find_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == ("1",)
     assert find_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
     assert find_gpus({"CUDA_VISIBLE_DEVICES": "0,-1,1"}, tmp_path) == ("0",)
+
+
+def test_the_memory_of_the_smallest_gpu_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert gpu_memory_gib({}, tmp_path) is None
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "nvidiactl").touch()
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\ncase $1 in -L) echo 'GPU 0: one';; *) echo 81920; echo 24576;; esac\n")
+    tool.chmod(0o755)
+    assert gpu_memory_gib({}, tmp_path) == 24.0
+    tool.write_text("#!/bin/sh\ncase $1 in -L) echo 'GPU 0: one';; *) echo '[N/A]';; esac\n")
+    assert gpu_memory_gib({}, tmp_path) is None
 
 
 @pytest.mark.parametrize(

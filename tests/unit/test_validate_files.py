@@ -169,3 +169,41 @@ def test_a_file_without_any_manifest_of_ours_does_not_pass(write):
     result = CliRunner().invoke(app, ["validate", write("empty.yaml", "# nothing\n")])
     assert result.exit_code == 1
     assert "nothing was checked" in result.stderr
+
+
+# ---------------------------------------------------------------------- memory
+def job_of(arch: str, **blocks) -> str:
+    manifest = job_manifest()
+    manifest["spec"]["config"] |= {"model": {"arch": arch, "name_or_path": "hf://org/model"}} | blocks
+    return json.dumps(manifest)
+
+
+def test_the_memory_of_a_valid_job_is_told_as_a_table(write):
+    write("job.yaml", job_of("zimage", train={"dtype": "bf16"}))
+    result = CliRunner().invoke(app, ["validate", "job.yaml"])
+    assert result.exit_code == 0
+    assert "job.yaml: memory on each GPU: about " in result.stderr
+    for row in ("weights", "adapter", "gradients", "optimizer", "activations", "training", "caching"):
+        assert f"\n  {row} " in result.stderr
+    assert "Tongyi-MAI/Z-Image" in result.stderr
+    assert "warning" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_gpu_that_is_too_small_is_warned_of_with_what_helps(write):
+    write("job.yaml", job_of("zimage", train={"dtype": "fp32", "batch_size": 8}))
+    result = CliRunner().invoke(app, ["validate", "--gpu-memory", "16", "job.yaml"])
+    assert result.exit_code == 0
+    assert "warning: about " in result.stderr
+    assert "the GPU has 16.0" in result.stderr
+    assert "train.gradient_checkpointing: true; train.dtype: bf16" in result.stderr
+    fits = CliRunner().invoke(app, ["validate", "--gpu-memory", "500", "job.yaml"])
+    assert "warning" not in fits.stderr
+
+
+def test_no_memory_is_told_of_what_is_wrong_or_not_known(write):
+    write("bad.yaml", job_of("zimage", train={"steps": 0}))
+    write("own.yaml", job_of("x-mine"))
+    write("profile.yaml", "kind: Secret\napiVersion: v1\n")
+    report = validate_files(["bad.yaml", "own.yaml", "profile.yaml"])
+    assert report.memory == []

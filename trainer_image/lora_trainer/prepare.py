@@ -22,6 +22,7 @@ from lora_trainer.environment import Environment
 from lora_trainer.errors import ConfigurationError, DataError
 from lora_trainer.families.folder import ModelError
 from lora_trainer.families.registry import family_for
+from lora_trainer.memory.measure import MemoryWatch
 from lora_trainer.reporting import Reporter
 from lora_trainer.runtime import TORCH_DTYPE, Group
 from lora_trainer.stopping import StopRequest
@@ -48,6 +49,7 @@ class Prepared:
     prompts: tuple[str, ...]
     conditions: list[Condition]  # of the prompts, on rank 0
     negative: Condition | None  # of the empty prompt, where there are prompts
+    memory: MemoryWatch
 
     def conditions_now(self) -> tuple[list[Condition], Condition | None]:
         """`conditions` and `negative` as the text encoders stand now."""
@@ -103,6 +105,9 @@ class Preparation:
         config = self.run.config
         family = _family(config.model.arch)
         model_folder, samples = self._first_on_each_node(family)
+        memory = MemoryWatch(self.device)
+        if self.environment.leads:
+            memory.expect(config, model_folder, config.train.dtype)
         self._say("loading the base model")
         model = self._load(family, model_folder)
         self._take_assistant(family, model)
@@ -114,7 +119,7 @@ class Preparation:
             model.enable_gradient_checkpointing()
         conditions = [cache.load(text_key(prompt, model.text_identity)) for prompt in prompts]
         negative = cache.load(text_key("", model.text_identity)) if prompts else None
-        return Prepared(model, adapter, samples, cache, digest(samples), prompts, conditions, negative)
+        return Prepared(model, adapter, samples, cache, digest(samples), prompts, conditions, negative, memory)
 
     def _load(self, family: Family, folder: Path) -> BaseModel:
         try:

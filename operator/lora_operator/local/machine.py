@@ -11,6 +11,7 @@ from pathlib import Path
 from lora_api.stores import ACCESS_KEY, SECRET_KEY, Credentials
 
 _NVIDIA_SMI_SECONDS = 10
+_MIB_IN_A_GIB = 1024
 
 
 def find_gpus(variables: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
@@ -23,6 +24,18 @@ def find_gpus(variables: Mapping[str, str], devices: Path = Path("/dev")) -> tup
     if "-1" in named:
         named = named[: named.index("-1")]
     return tuple(named)
+
+
+def gpu_memory_gib(variables: Mapping[str, str], devices: Path = Path("/dev")) -> float | None:
+    """Memory of the smallest GPU here; None where there is none, or it doesn't say."""
+    if not find_gpus(variables, devices) or not shutil.which("nvidia-smi"):
+        return None
+    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=True).stdout
+        return min(float(line) for line in said.splitlines() if line.strip()) / _MIB_IN_A_GIB
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 def _gpus_present(devices: Path) -> tuple[str, ...]:

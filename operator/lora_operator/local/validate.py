@@ -8,6 +8,7 @@ from typing import Any
 
 from lora_api.aitoolkit import is_ai_toolkit
 from lora_api.job import GROUP, KIND, LoRATrainingJob
+from lora_api.memory.words import report_for
 from lora_api.problems import InvalidDocument, Problem, parse
 from lora_api.profile import PROFILE_KIND, LoRATrainingProfile
 from lora_api.suggestions import suggestion
@@ -25,11 +26,17 @@ class Report:
 
     problems: list[str] = field(default_factory=list)  # "FILE: PATH: MESSAGE"
     notes: list[str] = field(default_factory=list)
+    memory: list[str] = field(default_factory=list)  # a table for each job without problems
     checked: int = 0  # documents of our kinds
 
 
-def validate_files(names: Sequence[str]) -> Report:
-    """Checks every document of our kinds; jobs are also held against a profile that is among the files."""
+def validate_files(names: Sequence[str], *, gpu_gib: float | None = None) -> Report:
+    """Checks every document of our kinds; jobs are also held against a profile that is among the files.
+
+    Args:
+        names: Of the files; `-` is standard input.
+        gpu_gib: Memory of the GPUs that jobs will run on; None where it is not known.
+    """
     files = {name: _read(name) for name in names}
     profiles = _profiles_among([document for found in files.values() if isinstance(found, list) for document in found])
     report = Report()
@@ -40,8 +47,20 @@ def validate_files(names: Sequence[str]) -> Report:
             report.notes.append(f"{name}: holds no document")
         else:
             for document in found:
+                before = len(report.problems)
                 _check(document, profiles, report)
+                if len(report.problems) == before:
+                    report.memory += _memory_of(document, gpu_gib)
     return report
+
+
+def _memory_of(document: Document, gpu_gib: float | None) -> list[str]:
+    """The memory estimate of a job that is valid; nothing for other documents."""
+    raw = document.value
+    if not isinstance(raw, dict) or raw.get("kind") != KIND:
+        return []
+    lines = report_for(parse(LoRATrainingJob, raw).spec.config, gpu_gib)
+    return [f"{document.place}: {lines[0]}", *lines[1:]] if lines else []
 
 
 def problems_in(raw: Any, profiles: dict[str, LoRATrainingProfile] | None = None) -> list[Problem]:

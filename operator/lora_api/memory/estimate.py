@@ -1,0 +1,186 @@
+"""The memory that one process of a run needs on its device.
+
+Weights, adapter, gradients and optimizer are counted, from shapes and number formats; activations and the VAE's working
+memory are estimated. What the libraries and the CUDA context take for themselves comes on top.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_api.config import TrainerConfig
+from lora_api.memory.activations import ERROR, Batch, activation_bytes
+from lora_api.memory.released import released_shapes
+from lora_api.memory.shapes import Component, ModelShapes, read_folder
+from lora_api.memory.trained import Trained, trainable_text_encoders, trained_parameters
+from lora_api.training import Precision
+
+GIB = 1 << 30
+CONTEXT_GIB = 0.6
+"""What CUDA's context and its libraries take beside what torch counts."""
+
+ITEM_BYTES = {Precision.FP32: 4, Precision.BF16: 2, Precision.FP16: 2}
+_FP32 = 4
+
+STATE_BYTES = {"adamw": 8}
+"""Bytes that an optimizer keeps for each parameter; every one of them trains fp32 parameters."""
+_STEP_BYTES = 4  # AdamW counts the steps of each tensor in a number of its own
+
+KEPT_IN_FP32 = {
+    "wan21": ("time_embedder", "scale_shift_table", "norm1", "norm2", "norm3"),
+    "wan22": ("time_embedder", "scale_shift_table", "norm1", "norm2", "norm3"),
+}
+"""Parts of names of tensors that diffusers loads in fp32 whatever is asked for."""
+
+_ENCODER, _ENCODER_ENTRY = "encoder.", "encoder.conv_in.weight"
+_VAE_WIDTH = 128  # channels at full size, where the VAE is not at hand
+_FRAMES_AT_A_TIME = 4  # that video VAEs work on
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on the device of one process, by what they are for.
+
+    Attributes:
+        weights: Denoiser and VAE while training; text encoders too, where they are trained.
+        adapter: The trained parameters, fp32; 0 for full fine-tuning, whose parameters are the weights.
+        gradients: Of what is trained.
+        optimizer: Its state.
+        activations: Kept from the forward pass for the backward pass.
+        text_encoders: Loaded while captions are encoded, and let go afterwards unless they are trained.
+        caching: While pictures and captions are encoded: the denoiser, the VAE whole, and what encoding needs.
+        sampling: While a sample is decoded; 0 without prompts.
+        source: Where the model's shapes are known from.
+    """
+
+    weights: int
+    adapter: int
+    gradients: int
+    optimizer: int
+    activations: int
+    text_encoders: int
+    caching: int
+    sampling: int
+    source: str
+
+    @property
+    def training(self) -> int:
+        """Needed at once while training."""
+        return self.weights + self.adapter + self.gradients + self.optimizer + self.activations
+
+    @property
+    def total(self) -> int:
+        """The most that is needed at any time."""
+        return max(self.training, self.caching, self.sampling)
+
+    @property
+    def error(self) -> int:
+        """By how much `total` may be off, either way: what is counted is exact, activations are not."""
+        rough = self.total - self.weights if self.total != self.training else self.activations
+        return round(ERROR * rough)
+
+    def gib(self) -> dict[str, float]:
+        """All figures in GiB, for records."""
+        names = ("weights", "adapter", "gradients", "optimizer", "activations", "text_encoders", "caching", "sampling")
+        figures = {name: getattr(self, name) for name in names} | {"total": self.total, "error": self.error}
+        return {name: round(value / GIB, 3) for name, value in figures.items()}
+
+
+def shapes_for(config: TrainerConfig, folder: Path | None = None) -> ModelShapes | None:
+    """The base model's shapes: from its folder where that can be read, else of the family's released model.
+
+    Args:
+        config: Whose `model.name_or_path` is looked at where it is a local path.
+        folder: Where the model lies, when it is known.
+    """
+    location = config.model.name_or_path
+    place = folder if folder is not None else Path(location) if "://" not in location else None
+    found = read_folder(place) if place is not None else None
+    return found or released_shapes(config.model.arch, location)
+
+
+def estimate_of(config: TrainerConfig, shapes: ModelShapes, *, precision: Precision) -> Estimate:
+    """What a run needs.
+
+    Args:
+        config: Of the run.
+        shapes: Of its base model; from `shapes_for`.
+        precision: Number format of base model and forward pass, the one that `train.dtype` comes to on the device.
+    """
+    trained = trained_parameters(config, shapes)
+    full = config.network.type == "full"
+    item = ITEM_BYTES[precision]
+    denoiser = _denoisers(config, shapes, _FP32 if full else item)
+    encoder = _bytes({n: s for n, s in shapes.vae.items() if n.startswith(_ENCODER)}, _FP32)
+    vae = _bytes(shapes.vae, _FP32)
+    texts = {name: _bytes(tensors, item) for name, tensors in shapes.text_encoders.items()}
+    stay = trainable_text_encoders(config.model.arch, shapes) if config.train.train_text_encoder else {}
+    weights = denoiser + vae - encoder + sum(texts[name] for name in stay)
+    held = weights + (0 if full else trained.parameters * _FP32) + optimizer_bytes(config, trained)
+    loaded = _denoisers(config, shapes, item) + vae
+    return Estimate(
+        weights=weights,
+        adapter=0 if full else trained.parameters * _FP32,
+        gradients=trained.parameters * _FP32,
+        optimizer=optimizer_bytes(config, trained),
+        activations=_activations(config, shapes, item),
+        text_encoders=sum(texts.values()),
+        caching=loaded + max(sum(texts.values()), _encoding_bytes(config, shapes.vae)),
+        sampling=held + _decoding_bytes(config, shapes.vae) if config.sample.prompts else 0,
+        source=shapes.source,
+    )
+
+
+def optimizer_bytes(config: TrainerConfig, trained: Trained) -> int:
+    """The optimizer's state for what is trained."""
+    return trained.parameters * STATE_BYTES.get(config.train.optimizer, 8) + trained.tensors * _STEP_BYTES
+
+
+def _denoisers(config: TrainerConfig, shapes: ModelShapes, item: int) -> int:
+    in_fp32 = KEPT_IN_FP32.get(config.model.arch, ())
+    return sum(_bytes(tensors, item, in_fp32) for tensors in shapes.denoisers.values())
+
+
+def _bytes(tensors: Component, item: int, in_fp32: tuple[str, ...] = ()) -> int:
+    total = 0
+    for name, shape in tensors.items():
+        as_float = _FP32 if any(part in name.split(".") for part in in_fp32) else item
+        total += shape.count * (as_float if shape.item_bytes is None else shape.item_bytes)
+    return total
+
+
+def batch_of(config: TrainerConfig) -> Batch:
+    """The largest batch that a run sees."""
+    return Batch(
+        config.train.batch_size,
+        max(side for each in config.datasets for side in each.resolution),
+        max(each.num_frames for each in config.datasets),
+    )
+
+
+def _activations(config: TrainerConfig, shapes: ModelShapes, item: int) -> int:
+    every = 1 if config.train.gradient_checkpointing else None
+    batch = batch_of(config)
+    arch, denoisers = config.model.arch, shapes.denoisers.values()
+    found = [activation_bytes(arch, each, batch, item_bytes=item, every=every) for each in denoisers]
+    whole = config.network.type == "full" and item < _FP32  # autocast keeps a cast copy of every weight that is trained
+    return max(found, default=0) + (sum(_bytes(each, item) for each in denoisers) if whole else 0)
+
+
+def _encoding_bytes(config: TrainerConfig, vae: Component) -> int:
+    """The VAE's encoder at work: three tensors of its first channels at full size, fp32."""
+    batch = batch_of(config)
+    return 3 * _vae_width(vae) * batch.pixels**2 * min(batch.frames, _FRAMES_AT_A_TIME) * _FP32
+
+
+def _decoding_bytes(config: TrainerConfig, vae: Component) -> int:
+    """The VAE's decoder at work: three tensors of twice these channels at full size, fp32."""
+    sample = config.sample
+    pixels = sample.width * sample.height * min(sample.num_frames, _FRAMES_AT_A_TIME)
+    return 3 * 2 * _vae_width(vae) * pixels * _FP32
+
+
+def _vae_width(vae: Component) -> int:
+    entry = vae.get(_ENCODER_ENTRY)
+    return _VAE_WIDTH if entry is None else entry.sizes[0]

@@ -1,0 +1,90 @@
+"""The estimate in words: a small table, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lora_api.config import TrainerConfig
+from lora_api.memory.estimate import CONTEXT_GIB, GIB, Estimate, estimate_of, shapes_for
+from lora_api.training import Precision
+
+_ROWS = (
+    ("weights", "denoiser and VAE"),
+    ("adapter", "what is trained, fp32"),
+    ("gradients", "fp32"),
+    ("optimizer", "state of {optimizer}"),
+    ("activations", "kept for the backward pass"),
+)
+
+
+def estimate_lines(config: TrainerConfig, estimate: Estimate) -> list[str]:
+    """A row for each use of memory, then what is needed at once in each phase."""
+    words = {"optimizer": config.train.optimizer}
+    rows = [(name, getattr(estimate, name), what.format(**words)) for name, what in _ROWS]
+    rows.append(("training", estimate.training, "the sum"))
+    texts = f"denoiser, whole VAE, and text encoders of {_gib(estimate.text_encoders)}, which are let go afterwards"
+    rows.append(("caching", estimate.caching, texts))
+    if estimate.sampling:
+        rows.append(
+            ("sampling", estimate.sampling, "without gradients and activations, with the VAE's decoder at work")
+        )
+    head = f"memory on each GPU: about {_gib(estimate.total)} (+- {estimate.error / GIB:.1f}), from {estimate.source}"
+    return [head, *(f"  {name:<12}{size / GIB:9.2f} GiB  {what}" for name, size, what in rows)]
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def does_not_fit(config: TrainerConfig, estimate: Estimate, available_gib: float) -> str | None:
+    """What to say where a GPU is too small; None where it is large enough.
+
+    Args:
+        config: Of the run, for advice.
+        estimate: Of the run.
+        available_gib: Memory of the GPU.
+    """
+    needed = estimate.total / GIB + CONTEXT_GIB
+    if needed <= available_gib:
+        return None
+    unsure = " It may just fit." if needed - estimate.error / GIB <= available_gib else ""
+    advice = "; ".join(_advice(config, estimate)) or "a smaller model or a larger GPU"
+    return (
+        f"about {needed:.1f} GiB are needed, with what CUDA takes for itself, and the GPU has {available_gib:.1f}.{unsure} "
+        f"What helps, the most first: {advice}"
+    )
+
+
+def _advice(config: TrainerConfig, estimate: Estimate) -> Iterator[str]:
+    train = config.train
+    if estimate.activations > estimate.training / 4:
+        if not train.gradient_checkpointing:
+            yield "train.gradient_checkpointing: true"
+        elif train.batch_size > 1:
+            yield "train.batch_size: 1, with more train.gradient_accumulation"
+    if train.dtype is Precision.FP32:
+        yield "train.dtype: bf16"
+    if config.network.type == "full":
+        yield "network.type: lora"
+    if len(config.datasets) and max(side for each in config.datasets for side in each.resolution) > 512:
+        yield "a smaller resolution of the datasets"
+
+
+def expected_precision(config: TrainerConfig) -> Precision:
+    """The number format where the device is not known yet: that of current GPUs."""
+    return config.train.dtype
+
+
+def report_for(config: TrainerConfig, available_gib: float | None) -> list[str]:
+    """The table, and a warning where it does not fit; empty for families without a table whose model is elsewhere.
+
+    Args:
+        config: Of the run.
+        available_gib: Memory of each GPU; None where it is not known.
+    """
+    shapes = shapes_for(config)
+    if shapes is None:
+        return []
+    estimate = estimate_of(config, shapes, precision=expected_precision(config))
+    warning = does_not_fit(config, estimate, available_gib) if available_gib is not None else None
+    return estimate_lines(config, estimate) + ([f"warning: {warning}"] if warning else [])
