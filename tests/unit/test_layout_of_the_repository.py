@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -48,6 +49,33 @@ def test_the_core_decides_without_waiting_and_in_short_functions():
             assert isinstance(function, ast.FunctionDef), f"{source.name}: {function.name} is async"
             body = function.end_lineno - function.lineno + 1
             assert body <= 60, f"{source.name}: {function.name} has {body} lines with its docstring"
+
+
+REFERENCES = sorted((ROOT / "tests" / "reference").glob("*.py"))
+REFERENCE_MAY_IMPORT = {"av", "diffusers", "numpy", "PIL", "safetensors", "torch", "transformers"}
+
+
+def imported(source):
+    """Modules that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield f"{'.' * node.level}{node.module}"
+
+
+def test_reference_implementations_know_nothing_of_the_trainer():
+    assert len(REFERENCES) > 8
+    for source in REFERENCES:
+        foreign = {
+            name
+            for name in imported(source)
+            if name.partition(".")[0] not in REFERENCE_MAY_IMPORT | sys.stdlib_module_names
+            and not f"{name}.".startswith("tests.reference.")
+        }
+        assert foreign == set(), f"{source.name} is to be independent"
+        assert "__import__" not in source.read_text()
+        assert "importlib" not in source.read_text()
 
 
 def test_every_lint_ignore_says_why():
