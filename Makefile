@@ -10,6 +10,7 @@ RUNS ?= runs
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export PYTHONUNBUFFERED := 1
+unexport PYTHONDONTWRITEBYTECODE  # compiling torch, diffusers and peft anew costs each process ten seconds
 
 # a runner without internet would wait in vain for a download: the cluster is built from source there
 ifdef CI
@@ -83,9 +84,12 @@ cluster-down: $(READY) ## Stop it; nothing stays but the cache
 images: $(READY) ## Build both images (root on Linux)
 	$(BIN)/python -m tests.cluster images
 
-bench: $(READY) ## Two ratios: trainer loop over its bare floor, submit-to-pod over a plain Job's
-	$(BIN)/python benchmarks/trainer_loop.py
+bench: bench-trainer ## Every benchmark: the trainer's, and submit-to-pod over a plain Job's (root on Linux)
 	$(BIN)/python benchmarks/submit_latency.py --own-cluster
+
+bench-trainer: $(READY) ## Loop over its bare floor at three sizes, caching, memory, start-up
+	$(BIN)/python benchmarks/trainer_loop.py
+	$(BIN)/python benchmarks/trainer_around.py
 
 lock: $(READY) ## Resolve the pinned requirement files anew
 	@for target in "dev --extra operator --extra trainer --group dev" "operator --extra operator -c requirements/dev.txt" \

@@ -64,7 +64,8 @@ def test_a_finished_run_has_everything_in_its_directory(job):
     assert progress.save_seconds > 0
     lines = job.metrics()
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert set(lines[0]) == {"step", "loss", "lr", "grad_norm", "seconds", "samples"}
+    assert set(lines[1]) == {"step", "loss", "lr", "grad_norm", "seconds", "samples"}
+    assert {"importing libraries", "loading the base model", "encoding", "Training"} <= set(lines[0]["startup_seconds"])
 
 
 def test_samples_do_not_disturb_training(job):

@@ -102,6 +102,7 @@ def test_metric_lines_are_written_with_the_commit_and_at_the_end(store):
     made.close(DONE)
     lines = [json.loads(line) for line in store.get(layout.metrics(3)).splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
+    assert list(lines[0].pop("startup_seconds")) == ["starting"]
     assert lines[0] == {"step": 1, "loss": 1.23457, "lr": 0.001, "grad_norm": 0.5, "seconds": 0.5, "samples": 1}
 
 

@@ -20,7 +20,7 @@ from lora_trainer.data.models import Sources
 from lora_trainer.data.samples import Fingerprints, Sample, digest, plan_samples
 from lora_trainer.environment import Environment
 from lora_trainer.errors import ConfigurationError, DataError
-from lora_trainer.families.folder import ModelError
+from lora_trainer.families.folder import ModelError, import_pipeline
 from lora_trainer.families.registry import family_for
 from lora_trainer.memory.measure import MemoryWatch
 from lora_trainer.reporting import Reporter
@@ -108,12 +108,12 @@ class Preparation:
         memory = MemoryWatch(self.device)
         if self.environment.leads:
             memory.expect(config, model_folder, config.train.dtype)
-        self._say("loading the base model")
         model = self._load(family, model_folder)
         self._take_assistant(family, model)
         prompts = tuple(fill_trigger(prompt, config.trigger_word) for prompt in config.sample.prompts)
         cache = TensorCache(self.environment.cache_folder / "tensors")
         self._encode(samples, prompts, model, cache)
+        self._say("adding the adapter")
         adapter = _add_adapter(model, self.run, self._first_adapter())
         if config.train.gradient_checkpointing:
             model.enable_gradient_checkpointing()
@@ -123,6 +123,9 @@ class Preparation:
 
     def _load(self, family: Family, folder: Path) -> BaseModel:
         try:
+            self._say("importing libraries")
+            import_pipeline(folder)
+            self._say("loading the base model")
             return family.load(folder, dtype=TORCH_DTYPE[self.run.config.train.dtype], device=self.device)
         except ModelError as error:
             raise ConfigurationError(f"config.model.name_or_path: {error}") from error

@@ -19,6 +19,7 @@ from lora_api.store import Store, StoreError
 from lora_trainer import clock
 from lora_trainer.errors import FencedError
 from lora_trainer.fence import Fence
+from lora_trainer.startup import Phases, describe
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class Reporter:
     _advanced_at: str = field(default_factory=clock.now)
     _seen_advances: int = 0
     _long_work: int = 0
+    phases: Phases = field(default_factory=lambda: Phases(clock.seconds()))
     _lines: list[str] = field(default_factory=list)
     _updates: int = 0
     _unwritten_lines: bool = False
@@ -116,11 +118,13 @@ class Reporter:
         """A new stage begins; told at once."""
         self.now.stage, self.now.detail = stage, detail
         self.advanced()
+        self.phases.enter(detail or stage, clock.seconds())
         self._wake.set()
 
     def detail(self, text: str) -> None:
         """What is being done, for people."""
         self.now.detail = text
+        self.phases.enter(text, clock.seconds())
         self.advanced()
 
     def advanced(self) -> None:
@@ -142,14 +146,23 @@ class Reporter:
         now = self.now
         self._updates += 1
         self.advanced()
+        startup = self._startup() if self._updates == 1 else {}
         share = max(_SMOOTHING, 1.0 / self._updates)
         now.step, now.learning_rate, now.grad_norm = step, lr, grad_norm
         now.loss = loss if now.loss is None else (1 - share) * now.loss + share * loss
         now.step_seconds = seconds if now.step_seconds is None else (1 - share) * now.step_seconds + share * seconds
         if self.store is not None and step % max(1, now.steps // _MOST_LINES) == 0:
             self.line(
-                step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=seconds, samples=step * now.samples_per_step
-            )
+                step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=seconds,
+                samples=step * now.samples_per_step, **startup,
+            )  # fmt: skip
+
+    def _startup(self) -> dict[str, dict[str, float]]:
+        """Seconds from the claim to the end of the first step, by what was done."""
+        seconds = self.phases.close(clock.seconds())
+        if self.store is not None:
+            log.info("the first step was done after %.1f s: %s", sum(seconds.values()), describe(seconds))
+        return {"startup_seconds": seconds}
 
     def committed(self) -> None:
         """A checkpoint was committed: lines up to it are written with the next heartbeat, which comes now."""

@@ -124,7 +124,7 @@ class Start:
         now.steps = beginning.settings.steps
         now.resumed_from_step = beginning.step if beginning.manifest_key else None
         now.lost_steps, now.rejected = beginning.lost_steps, beginning.rejected
-        now.detail = "importing libraries"
+        self.reporter.detail("importing libraries")
         self.reporter.open()
         if self.environment.metrics_port:
             from lora_trainer.exporter import serve

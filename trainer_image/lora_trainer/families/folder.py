@@ -44,6 +44,20 @@ class Layout:
     others: tuple[str, ...] = ("tokenizer", "scheduler")
 
 
+def import_pipeline(folder: Path) -> None:
+    """Imports the class of a folder's pipeline with all that stands behind it, which takes seconds, ahead of loading it.
+
+    What is wrong with the folder is for `check_folder` to say.
+    """
+    import diffusers
+
+    try:
+        name = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))["_class_name"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    getattr(diffusers, str(name), None)
+
+
 def check_folder(folder: Path, arch: str, layout: Layout) -> dict[str, Any]:
     """The content of `model_index.json`, after checking that the folder holds what the family needs.
 
