@@ -398,7 +398,8 @@ CROSS_FIELD = [
 ]
 
 OPTIMIZATION = [
-    _bad("spec.config.train", train, f"spec.config.train.{message}") for train, message in bad_optimization.CASES
+    _bad("spec.config", JOB["spec"]["config"] | blocks, f"spec.config.{message}", named=named)
+    for blocks, message, named in bad_optimization.CASES
 ]
 
 BAD = [*UNKNOWN_FIELDS, *TYPES, *CHOICES, *ARCH, *LIMITS, *TEXTS, *MISSING, *CROSS_FIELD, *OPTIMIZATION]

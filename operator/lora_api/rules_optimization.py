@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lora_api.optimization import ADAM_LIKE, LEAST_FACTOR, PARAMS_OF, OptimizerParams
+from lora_api.training import TrainConfig
+
 if TYPE_CHECKING:
     from lora_api.config import TrainerConfig
 
@@ -39,8 +42,53 @@ def the_schedule_has_the_shape_it_is_given(config: TrainerConfig) -> str | None:
     return None
 
 
+def optimizers_get_what_they_have(config: TrainerConfig) -> str | None:
+    """Moments and parameters of another optimizer would be ignored."""
+    train = config.train
+    if train.optimizer not in ADAM_LIKE:
+        for field in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+            if getattr(train, field) != TrainConfig.model_fields[field].default:
+                return f"train.{field}: {getattr(train, field):g} plays no part with optimizer {train.optimizer}; remove it"
+    for field in OptimizerParams.model_fields:
+        value = getattr(train.optimizer_params, field)
+        if value is not None and field not in PARAMS_OF.get(train.optimizer, ()):
+            owner = next(name for name, fields in PARAMS_OF.items() if field in fields)
+            return f"train.optimizer_params.{field}: is for optimizer {owner}, and optimizer is {train.optimizer}; remove it"
+    return None
+
+
+def rates_of_prodigy_are_factors(config: TrainerConfig) -> str | None:
+    """Prodigy finds the rate itself; an ordinary one on top would keep it from learning anything."""
+    if config.train.optimizer != "prodigy":
+        return None
+    named = [(f"train.{name}", getattr(config.train, name)) for name in ("lr", "unet_lr", "text_encoder_lr")]
+    named += [(f"network.modules[{n}].lr", each.lr) for n, each in enumerate(config.network.modules)]
+    for path, rate in named:
+        if rate is not None and rate < LEAST_FACTOR:
+            return f"{path}: {rate:g}, but with optimizer prodigy it is a factor on the rate that prodigy finds; set it to 1.0"
+    return None
+
+
+def schedule_free_has_no_schedule(config: TrainerConfig) -> str | None:
+    """It averages over the run in place of a schedule, and interpolates by beta 1."""
+    train = config.train
+    if train.optimizer != "schedule_free_adamw":
+        return None
+    if train.lr_scheduler != "constant":
+        return (
+            f"train.lr_scheduler: {train.lr_scheduler}, but optimizer schedule_free_adamw averages in place of a schedule; "
+            "set constant, with a warm-up"
+        )
+    if train.adam_beta1 == 0:
+        return "train.adam_beta1: 0, but optimizer schedule_free_adamw interpolates by it; expected a value above 0"
+    return None
+
+
 RULES: tuple[Callable[[TrainerConfig], str | None], ...] = (
     the_warm_up_is_given_once,
     the_schedule_has_the_shape_it_is_given,
+    optimizers_get_what_they_have,
+    rates_of_prodigy_are_factors,
+    schedule_free_has_no_schedule,
 )
 """In the order in which they are asked."""

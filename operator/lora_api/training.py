@@ -9,7 +9,7 @@ from pydantic import Field
 
 from lora_api.archs import TEXT_ENCODER_ARCHS
 from lora_api.base import Native
-from lora_api.optimization import SchedulerParams
+from lora_api.optimization import Optimizer, OptimizerParams, SchedulerParams
 
 
 class Precision(StrEnum):
@@ -60,11 +60,16 @@ class TrainConfig(Native):
         description="The same as a share of `steps`, in place of `warmup_steps`. one_cycle rises over 0.3 of the steps when "
         "neither is given.",
     )
-    optimizer: Literal["adamw"] = Field("adamw", description="Optimizer.")
-    weight_decay: float = Field(1e-4, ge=0, le=10, description="Decoupled weight decay of AdamW.")
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1.")
-    adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW beta 2.")
-    adam_epsilon: float = Field(1e-8, gt=0, le=1, description="AdamW epsilon.")
+    optimizer: Optimizer = Field("adamw", description="Optimizer.")
+    optimizer_params: OptimizerParams = Field(
+        OptimizerParams(), description="What only some optimizers have. What they share follows here."
+    )
+    weight_decay: float = Field(1e-4, ge=0, le=10, description="Decoupled weight decay, in proportion to the rate.")
+    adam_beta1: float = Field(
+        0.9, ge=0, lt=1, description="Beta 1 of AdamW and its relatives; lion and adafactor have none."
+    )
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description="Beta 2 of the same.")
+    adam_epsilon: float = Field(1e-8, gt=0, le=1, description="Epsilon of the same.")
     max_grad_norm: float = Field(1.0, ge=0, le=1e6, description="Global gradient norm limit; 0 switches clipping off.")
     train_unet: bool = Field(True, description="Train the denoiser (UNet or transformer).")
     train_text_encoder: bool = Field(

@@ -250,6 +250,42 @@ def test_a_scheduler_that_means_something_else_there_is_refused():
     assert "rises from a third of lr" in problems(put(preset(), "train.lr_scheduler", "linear"))[0]
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("adamw8bit", "adamw8bit"), ("AdamW8bit", "adamw8bit"), ("adam", "adamw"), ("adam8bit", "adamw8bit"),
+        ("lion8bit", "lion"), ("prodigy8bit", "prodigy"), ("adafactor", "adafactor"),
+    ],
+)  # fmt: skip
+def test_optimizers_have_our_names_and_fit_our_types(theirs, ours):
+    found = imported(train__optimizer=theirs, train__optimizer_params={"weight_decay": 0.01})
+    assert (found.config["train"]["optimizer"], found.config["train"]["weight_decay"]) == (ours, 0.01)
+    parse(TrainerConfig, found.config)
+
+
+def test_parameters_of_an_optimizer_go_where_they_belong():
+    params = {"d_coef": 2, "betas": [0.9, 0.99], "eps": 1e-7, "decouple": True, "use_bias_correction": True}
+    train = imported(train__optimizer="prodigy", train__optimizer_params=params).config["train"]
+    assert train["optimizer_params"] == {"d_coef": 2, "use_bias_correction": True}
+    assert (train["adam_beta2"], train["adam_epsilon"]) == (0.99, 1e-7)
+    lion = imported(train__optimizer="lion", train__optimizer_params={"betas": [0.95, 0.98]}).config["train"]
+    assert lion["optimizer_params"] == {"beta1": 0.95, "beta2": 0.98}
+    off = {"relative_step": False, "scale_parameter": False, "warmup_init": False, "eps": [1e-30, 1e-3]}
+    factored = imported(train__optimizer="adafactor", train__optimizer_params=off).config["train"]
+    assert factored["optimizer_params"] == {"scale_parameter": False}
+    refused = put(put(preset(), "train.optimizer", "adafactor"), "train.optimizer_params", {"relative_step": True})
+    assert "Adafactor's own rate is not supported; set it to false, and set lr" in problems(refused)[0]
+
+
+def test_a_rate_for_prodigy_that_is_taken_as_1_there_is_1_here():
+    found = imported(train__optimizer="prodigy", train__lr=1e-4)
+    assert found.config["train"]["lr"] == 1.0
+    assert "taken as 1 there" in notes_about(found, "train.lr")[0]
+    parse(TrainerConfig, found.config)
+    kept = imported(train__optimizer="prodigy", train__lr=0.5)
+    assert kept.config["train"]["lr"] == 0.5
+
+
 def test_schedules_keep_their_shape():
     never = imported(train__lr_scheduler="cosine_with_restarts").config["train"]
     assert never["lr_scheduler"] == "cosine"  # one period over all steps there

@@ -74,7 +74,7 @@ def test_every_flag_reaches_its_field(here):
     config = config_of(
         "--arch", "zimage", "--resolution", "512", "768", "--caption_dropout", "0.1", "--num_repeats", "2",
         "--trigger_word", "007", "--network_type", "lokr", "--rank", "8", "--alpha", "4", "--steps", "50",
-        "--batch_size", "2", "--gradient_accumulation", "3", "--learning_rate", "1e-3", "--lr_scheduler", "cosine",
+        "--batch_size", "2", "--gradient_accumulation", "3", "--optimizer", "lion", "--learning_rate", "1e-3", "--lr_scheduler", "cosine",
         "--warmup_steps", "5", "--mixed_precision", "float16", "--gradient_checkpointing", "--seed", "7", "--save_every", "9",
         "--max_step_saves", "2", "--prompt", "a cat, sitting", "--prompt", "a dog", "--device", "cpu",
     )  # fmt: skip
@@ -88,7 +88,7 @@ def test_every_flag_reaches_its_field(here):
     assert found == {
         "base_model": str(here / "model"), "arch": "zimage", "train_data": str(here / "data"), "resolution": [512, 768], "caption_dropout": 0.1,
         "num_repeats": 2, "trigger_word": "007", "network_type": "lokr", "rank": 8, "alpha": 4, "steps": 50, "batch_size": 2,
-        "gradient_accumulation": 3, "learning_rate": 1e-3, "lr_scheduler": "cosine", "warmup_steps": 5,
+        "gradient_accumulation": 3, "optimizer": "lion", "learning_rate": 1e-3, "lr_scheduler": "cosine", "warmup_steps": 5,
         "mixed_precision": "fp16", "gradient_checkpointing": True, "seed": 7, "save_every": 9, "max_step_saves": 2,
         "prompt": ["a cat, sitting", "a dog"], "device": "cpu",
     }  # fmt: skip

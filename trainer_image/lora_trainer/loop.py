@@ -166,6 +166,7 @@ class Loop:
         state.nonfinite_in_a_row = 0
         if self._scaled:
             self._grow_scale()
+        lr *= getattr(self.optimizer, "d_used", 1.0)  # Prodigy finds its own rate
         self.reporter.stepped(
             step=state.step, loss=agreed.loss, lr=lr, grad_norm=agreed.grad_norm, seconds=time.perf_counter() - begin
         )

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load
-from torch import Tensor
 
-from lora_api.training import TrainConfig
 from lora_trainer.checkpoint import ADAPTER, OPTIMIZER, STATE
+from lora_trainer.optimizers import OptimizerState, build_optimizer, load_state, state_of
 from lora_trainer.runtime import synchronise
 from lora_trainer.tensorfile import HostBuffers, TensorFile
 
 if TYPE_CHECKING:
     from lora_trainer.networks import Trainable
+
+__all__ = ["TrainState", "build_optimizer", "finished", "pack", "snapshot", "unpack"]
 
 _VERSION = 1
 
@@ -31,29 +32,6 @@ class TrainState:
     nonfinite_in_a_row: int = 0
     loss_scale: float = 65536.0  # fp16 only
     good_steps: int = 0  # fp16 only: updates since the scale last changed
-
-
-def build_optimizer(
-    parameters: list[torch.nn.Parameter] | list[dict[str, Any]], config: TrainConfig
-) -> torch.optim.AdamW:
-    """AdamW over what is trained, in fp32.
-
-    Args:
-        parameters: Plain, or in groups as `Trainable.optimizer_groups` makes them; `lr_scale` of each is its learning rate as a multiple of
-            `train.lr`, to which the loop holds when that changes.
-        config: Rates and moments.
-    """
-    optimizer = torch.optim.AdamW(
-        parameters,
-        lr=config.lr,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        weight_decay=config.weight_decay,
-        fused=True,  # one kernel over all parameters, on CPUs too
-    )
-    for group in optimizer.param_groups:
-        group.setdefault("lr_scale", 1.0)
-    return optimizer
 
 
 Files = dict[str, TensorFile | bytes]
@@ -79,7 +57,10 @@ def snapshot(
         buffers: Memory of an earlier snapshot, which nobody reads any more; None makes new memory.
     """
     scales = [group["lr_scale"] for group in optimizer.param_groups]
+    optimizer_state = state_of(optimizer)
     counters = {"version": _VERSION, **asdict(state), "lr_scales": scales, **extra}
+    if facts := optimizer_state.facts():
+        counters["optimizer"] = facts
     return {
         ADAPTER: TensorFile(
             adapter.checkpoint_tensors(),
@@ -87,7 +68,7 @@ def snapshot(
             name=ADAPTER,
             buffers=buffers,
         ),
-        OPTIMIZER: TensorFile(_flat(optimizer), name=OPTIMIZER, buffers=buffers),
+        OPTIMIZER: TensorFile(optimizer_state.tensors, name=OPTIMIZER, buffers=buffers),
         STATE: json.dumps(counters, indent=1, sort_keys=True).encode(),
     }
 
@@ -117,18 +98,8 @@ def unpack(files: Mapping[str, bytes], adapter: Trainable, optimizer: torch.opti
     if counters["version"] != _VERSION:
         raise ValueError(f"{STATE}: version {counters['version']} found, {_VERSION} expected")
     adapter.load_checkpoint_tensors(load(files[ADAPTER]))
-    nested: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in load(files[OPTIMIZER]).items():
-        position, _, key = name.partition(".")
-        nested.setdefault(int(position), {})[key] = tensor
-    optimizer.load_state_dict({"state": nested, "param_groups": optimizer.state_dict()["param_groups"]})
+    facts = counters.get("optimizer", {})
+    load_state(optimizer, OptimizerState(load(files[OPTIMIZER]), **facts))
     for group, scale in zip(optimizer.param_groups, counters["lr_scales"], strict=True):
         group["lr_scale"] = scale  # relative to the rate the run began with, whatever `train.lr` says by now
     return TrainState(**{name: counters[name] for name in asdict(TrainState())})
-
-
-def _flat(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    state: dict[int, dict[str, Tensor]] = optimizer.state_dict()["state"]
-    return {
-        f"{position:05d}.{key}": tensor.detach() for position, values in state.items() for key, tensor in values.items()
-    }

@@ -143,6 +143,18 @@ TRAIN: Table = {
     "bypass_guidance_embedding": _QUIET,
 }
 
+OPTIMIZER_PARAMS: dict[str, Table] = {
+    "adafactor": {
+        "relative_step": Refused("Adafactor's own rate", instead="set it to false, and set lr"),
+        "warmup_init": Refused("Adafactor's own warm-up", instead="set it to false, and set warmup_steps"),
+    },
+    "prodigy": {
+        "decouple": Refused("coupled weight decay", off=(True,), instead="set it to true"),
+        "growth_rate": Refused("a limit on the growth of Prodigy's rate"),
+        "beta3": Refused("Prodigy's third decay", instead="remove it: the root of the second beta is taken"),
+    },
+}
+
 EMA: Table = {
     "use_ema": Refused("averaging weights", instead="set use_ema to false"),
     "ema_decay": _QUIET,

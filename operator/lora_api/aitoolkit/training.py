@@ -8,10 +8,10 @@ from typing import Any
 
 from lora_api.aitoolkit import tables
 from lora_api.aitoolkit.findings import Block, Findings
+from lora_api.aitoolkit.optimization import read_optimizer, read_schedule
 from lora_api.archs import Arch
 from lora_api.config import ModelConfig, SaveConfig
 from lora_api.network import NetworkConfig
-from lora_api.optimization import SchedulerParams
 from lora_api.suggestions import VALUE_ALIASES, choices_of
 from lora_api.training import TrainConfig
 from lora_api.wording import short
@@ -28,9 +28,6 @@ HUB_SCHEME = "hf://"
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(/[\w./-]+\.safetensors)?")
 
-_OPTIMIZERS = {
-    "adamw8bit": ("adamw", "the same update with moments in 32 bits, which needs more memory"),
-}
 _NOISE_LEVELS = {"sigmoid": "logit_normal", "linear": "uniform", "weighted": "uniform"}
 
 
@@ -135,8 +132,8 @@ def read_train(block: Block) -> dict[str, Any]:
     for key, value in (("steps", 1000), ("lr", 1e-6), ("gradient_checkpointing", True), ("dtype", "fp32")):
         block.default(key, value)
     _learning_rates(block)
-    _optimizer(block)
-    _schedule(block)
+    read_optimizer(block)
+    read_schedule(block)
     _noise_levels(block)
     block.inner("ema_config").finish(tables.EMA)
     if block.has("dtype"):
@@ -175,59 +172,6 @@ def _learning_rates(block: Block) -> None:
         rate = block.take(key)
         if rate is not None and rate != block.peek("lr"):
             block.note(f"ignored: train.{key}: {short(rate)} (train.lr counts for everything, as it does there)")
-
-
-def _optimizer(block: Block) -> None:
-    name = block.take("optimizer") or "adamw"
-    known = choices_of(TrainConfig, "optimizer")
-    if name not in known and name in _OPTIMIZERS and _OPTIMIZERS[name][0] in known:
-        name, why = _OPTIMIZERS[name]
-        block.note(f"train.optimizer: adamw8bit is {name} here: {why}")
-    block.out["optimizer"] = name
-    given = block.inner("optimizer_params")
-    betas = given.take("betas")
-    if isinstance(betas, list) and len(betas) == 2:
-        block.out["adam_beta1"], block.out["adam_beta2"] = betas
-    elif betas is not None:
-        given.problem("betas", f"found {short(betas)}, expected a list of two numbers")
-    given.rename("eps", "adam_epsilon")
-    block.out |= given.finish({}, TrainConfig)
-    if str(name).startswith("adam"):
-        block.default("weight_decay", 0.01)
-        block.default("adam_epsilon", 1e-6)
-
-
-def _schedule(block: Block) -> None:
-    name = block.take("lr_scheduler") or "constant"
-    given = block.inner("lr_scheduler_params")
-    warmup = given.take("num_warmup_steps")
-    if name == "constant_with_warmup":
-        name = "constant"
-        if warmup is None:
-            warmup = 1000
-            block.findings.defaults.append("train.warmup_steps 1000")
-    if name == "linear":
-        block.problem(
-            "lr_scheduler", "linear rises from a third of lr to lr there, which is not supported; use constant"
-        )
-    if name == "cosine_with_restarts" and not given.has("num_cycles"):
-        name = "cosine"  # its first period has all steps there, so it never restarts
-    _schedule_ends(block, given)
-    block.out["lr_scheduler"] = name
-    if warmup is not None:
-        block.out["warmup_steps"] = warmup
-    shape = given.finish({}, SchedulerParams)
-    if shape:
-        block.out["lr_scheduler_params"] = shape
-
-
-def _schedule_ends(block: Block, given: Block) -> None:
-    """A last rate, which is absolute there, as a share of `lr`."""
-    end, rate = given.take("eta_min"), block.peek("lr")
-    if isinstance(end, int | float) and isinstance(rate, int | float) and rate > 0:
-        given.out["min_lr_ratio"] = end / rate
-    elif end is not None:
-        given.problem("eta_min", f"found {short(end)}, expected a number")
 
 
 def _noise_levels(block: Block) -> None:

@@ -34,6 +34,7 @@ FIELDS = {
     "steps": "train.steps",
     "batch_size": "train.batch_size",
     "gradient_accumulation": "train.gradient_accumulation",
+    "optimizer": "train.optimizer",
     "learning_rate": "train.lr",
     "lr_scheduler": "train.lr_scheduler",
     "warmup_steps": "train.warmup_steps",
@@ -53,7 +54,7 @@ _GROUPS = {
     "Model and data": ("base_model", "arch", "train_data", "resolution", "caption_dropout", "num_repeats", "trigger_word"),
     "Adapter": ("network_type", "rank", "alpha"),
     "Optimisation": (
-        "steps", "batch_size", "gradient_accumulation", "learning_rate", "lr_scheduler", "warmup_steps", "mixed_precision",
+        "steps", "batch_size", "gradient_accumulation", "optimizer", "learning_rate", "lr_scheduler", "warmup_steps", "mixed_precision",
         "gradient_checkpointing", "seed",
     ),
     "Checkpoints and samples": ("save_every", "max_step_saves", "prompt"),
