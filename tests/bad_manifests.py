@@ -189,6 +189,7 @@ LIMITS = [
         "spec.config.datasets.0.resolution", [16], "spec.config.datasets[0].resolution[0]: 16 is below the minimum 32"
     ),
     _bad("spec.resources.nodes", 0, "0 is below the minimum 1"),
+    _bad("spec.runPolicy.oomPolicy", "shrink", '"shrink" is not one of Shrink, Retry, Fail; did you mean Shrink?'),
     _bad("spec.runPolicy.stallTimeoutSeconds", -1, "-1 is below the minimum 0"),
     _bad("spec.config.datasets", [], "is empty; expected at least 1 item"),
     _bad("spec.config.datasets.0.resolution", [], "is empty; expected at least 1 item"),

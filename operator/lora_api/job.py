@@ -90,6 +90,11 @@ class RunPolicy(Kubernetes):
         None, description="PriorityClass of the pods."
     )
     backoff_limit: int = Field(3, ge=0, le=1000, description="Failures that are retried before the job fails.")
+    oom_policy: Literal["Shrink", "Retry", "Fail"] = Field(
+        "Shrink",
+        description="What follows when device memory runs out: `Shrink` trains the same samples in smaller micro-batches, "
+        "then with gradient checkpointing, then fails; `Retry` tries again as it is, up to `backoffLimit`; `Fail` fails.",
+    )
     stall_timeout_seconds: int = Field(
         600,
         ge=0,
@@ -158,6 +163,15 @@ class Restarts(Kubernetes):
         return self.preemption + self.failure + self.out_of_memory + self.infrastructure
 
 
+class ShrunkStatus(Kubernetes):
+    """How the job is trained since device memory ran out, see `runPolicy.oomPolicy`. The samples of a step stay the same."""
+
+    times: int = Field(0, ge=0, description="How often it was made smaller. Further attempts keep to that.")
+    batch_size: int = Field(1, description="Samples in one forward pass of each process now.")
+    gradient_accumulation: int = Field(1, description="Forward passes in one optimizer step now.")
+    gradient_checkpointing: bool = Field(False, description="Whether activations are recomputed now.")
+
+
 class ProgressStatus(Kubernetes):
     """Where training stands, from the trainer's heartbeat."""
 
@@ -215,6 +229,7 @@ class JobStatus(Kubernetes):
     retry_at: str | None = Field(None, description="When a restart that is backing off begins, RFC 3339.")
     restarts: Restarts = Field(Restarts(), description="Restarts by cause.")
     restarts_total: int = Field(0, description="All restarts.")
+    shrunk: ShrunkStatus | None = Field(None, description="How it is trained since device memory ran out.")
     progress: ProgressStatus | None = Field(None, description="Where training stands.")
     checkpoints: CheckpointsStatus = Field(CheckpointsStatus(), description="Committed checkpoints.")
     lost_steps: int = Field(0, description="Steps that had to be done again after restarts.")

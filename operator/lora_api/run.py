@@ -31,6 +31,7 @@ class RunConfig(Document):
     if_exists: Literal["Refuse", "Continue"] = "Refuse"
     nodes: int = 1
     processes_per_node: int = 1
+    shrunk: int = 0  # how often the run was made smaller because memory ran out, see `lora_api.shrink`
     stores: tuple[StoreSpec, ...] = ()  # the profile's stores, to resolve s3:// locations of models and datasets
 
 
@@ -69,6 +70,7 @@ class ExitWord(Document):
     reason: str  # CamelCase
     message: str  # a sentence; names the field or file for configuration and data errors
     step: int = 0  # updates done and committed when it ended
+    shrink_helps: bool = True  # out of memory only: it was training steps that had no room
 
 
 class Progress(Document):

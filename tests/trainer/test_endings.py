@@ -197,7 +197,7 @@ def test_device_memory_running_out_ends_with_86(job):
 
     assert end(job, hook=run_out) == (
         ExitCode.OUT_OF_MEMORY,
-        "out of device memory: CUDA out of memory. Tried to allocate 2 GiB",
+        "out of device memory while training step 2: CUDA out of memory. Tried to allocate 2 GiB",
     )
 
 

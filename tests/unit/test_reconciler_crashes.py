@@ -12,7 +12,7 @@ from lora_api.job import KIND
 from lora_operator.core.conditions import is_terminal
 from lora_operator.core.read import read_status
 from lora_operator.core.views import Manifest
-from tests.unit.builders import JobBuilder
+from tests.unit.builders import JobBuilder, word
 from tests.unit.world import CrashError, World
 
 Disturbance = Callable[[World], Any]
@@ -28,6 +28,12 @@ def kill(world: World) -> None:
     for pod in world.kubernetes.pods():
         if pod["status"]["phase"] == "Running":
             world.kubernetes.end_pod(pod, 137)
+
+
+def run_out_of_memory(world: World) -> None:
+    for pod in world.kubernetes.pods():
+        if pod["status"]["phase"] == "Running":
+            world.kubernetes.end_pod(pod, 86, word(86, "CUDA out of memory", reason="OutOfDeviceMemory"))
 
 
 def hang(world: World) -> None:
@@ -53,6 +59,11 @@ STORIES: dict[str, tuple[JobBuilder, dict[int, Disturbance]]] = {
     "preempted twice": (JobBuilder(), {3: preempt, 6: preempt}),
     "killed": (JobBuilder(), {3: kill}),
     "killed without retries": (JobBuilder().with_policy(backoffLimit=0), {3: kill}),
+    "does not fit twice": (
+        JobBuilder().with_config("train", batch_size=4),
+        {3: run_out_of_memory, 6: run_out_of_memory},
+    ),
+    "does not fit at all": (JobBuilder(), {3: run_out_of_memory, 6: run_out_of_memory}),
     "hangs at its limit": (JobBuilder().with_policy(backoffLimit=0), {3: hang}),
     "suspended and resumed": (JobBuilder(), {3: suspend(True), 6: suspend(False)}),
     "its child is deleted": (JobBuilder(), {3: delete_child}),
@@ -100,7 +111,7 @@ def end_of(world: World) -> tuple[Any, ...]:
     status = read_status(job)
     kinds = {condition.type: condition.status for condition in status.conditions}
     reasons = {condition.reason for condition in status.conditions if condition.status == "True"}
-    return (status.phase, status.attempt, status.restarts, kinds, reasons, status.checkpoints.count)
+    return (status.phase, status.attempt, status.restarts, status.shrunk, kinds, reasons, status.checkpoints.count)
 
 
 @pytest.mark.parametrize("name", STORIES)
@@ -113,7 +124,7 @@ async def test_a_crash_after_any_write_leads_to_the_same_end(name: str) -> None:
         assert end_of(world) == end_of(calm), f"crash after write {after}"
         assert created_here == created, f"crash after write {after}"
         assert len({*world.reasons()} - {*calm.reasons()}) == 0
-        for reason in ("Succeeded", "Failed", "Interrupted", "Suspended"):
+        for reason in ("Succeeded", "Failed", "Interrupted", "Shrunk", "Suspended"):
             assert world.reasons().count(reason) <= calm.reasons().count(reason), (after, reason)
 
 

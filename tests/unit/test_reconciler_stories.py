@@ -164,15 +164,6 @@ async def test_what_a_person_must_put_right_is_never_tried_again() -> None:
     assert world.status.restarts.total == 0
 
 
-async def test_a_pod_killed_for_its_memory_counts_as_out_of_memory() -> None:
-    world = World()
-    await world.until_phase(Phase.RUNNING)
-    world.kubernetes.end_pod(world.kubernetes.pods()[0], 137, oom=True)
-    await world.until_phase(Phase.SUCCEEDED)
-    assert world.status.restarts.out_of_memory == 1
-    assert "used more memory than its limit" in world.said("Interrupted")
-
-
 async def test_a_pod_on_a_lost_node_is_given_up_after_its_grace_and_the_next_attempt_begins() -> None:
     world = World()
     await world.until_step(150)

@@ -232,6 +232,9 @@ class World:
         for field in ("preemption", "failure", "out_of_memory", "infrastructure"):
             assert getattr(new.restarts, field) >= getattr(old.restarts, field), "counts are never lost"
         assert new.restarts.total - old.restarts.total <= 1
+        assert (new.shrunk.times if new.shrunk else 0) >= (old.shrunk.times if old.shrunk else 0), (
+            "it does not grow back"
+        )
         assert old == JobStatus() or old != new, "a write changes something"
         if is_terminal(old):
             assert holds(old, ConditionType.SUCCEEDED) == holds(new, ConditionType.SUCCEEDED)

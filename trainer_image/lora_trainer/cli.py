@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from lora_api.exit_codes import ExitCode
 from lora_trainer.stopping import STOP, Stopped
 
 app = typer.Typer(
@@ -62,7 +63,10 @@ def run_training(arguments: Sequence[str], program: str) -> NoReturn:
 
 
 def train_file(path: Path) -> int:
-    """Runs one start of a run configuration; returns the exit code, after the last words to a user who began it."""
+    """Runs one start of a run configuration; returns the exit code, after the last words to a user who began it.
+
+    Such a user's run that is out of memory is made smaller and begun again: this process then becomes another one.
+    """
     from lora_trainer.environment import Environment
     from lora_trainer.train import read_run_config
     from lora_trainer.train import train as run_start
@@ -72,9 +76,25 @@ def train_file(path: Path) -> int:
     if environment.command is not None and environment.leads:
         from lora_trainer.commandline.rundir import closing_lines
 
+        if (
+            code == ExitCode.OUT_OF_MEMORY and environment.word_folder is None
+        ):  # else the launcher does it for all ranks
+            _begin_smaller(path)
         for line in closing_lines(read_run_config(path), code, environment.command):
             sys.stderr.write(line + "\n")
     return code
+
+
+def _begin_smaller(path: Path) -> None:
+    """Begins a smaller run, if that may help."""
+    from lora_trainer.commandline import smaller
+
+    if not smaller.shrinking_helps(path):
+        return
+    how = smaller.shrink(path)
+    sys.stderr.write(f"{how or smaller.ADVICE}\n")
+    if how is not None:
+        smaller.begin_again(["-m", "lora_trainer", "train"])
 
 
 @app.command("make-tiny")

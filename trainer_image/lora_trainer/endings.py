@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lora_api.exit_codes import ExitCode, reason_of
 from lora_api.problems import InvalidDocument
-from lora_api.run import ExitWord
+from lora_api.run import ExitWord, Stage
 from lora_api.store import StoreCredentialsError, StoreError, StoreMissingError
 from lora_trainer.environment import Environment
 from lora_trainer.errors import (
@@ -46,11 +46,16 @@ def code_of(error: BaseException) -> int:
             return code
     if isinstance(error, _loaded("lora_trainer.families.folder", "ModelError")):
         return ExitCode.CONFIGURATION
-    if isinstance(error, _loaded("torch", "OutOfMemoryError")) or "DefaultCPUAllocator" in str(error):
+    if is_out_of_memory(error):
         return ExitCode.OUT_OF_MEMORY
     if is_collective_error(error):
         return ExitCode.TRANSIENT
     return PLAIN_FAILURE
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device had no room for a tensor."""
+    return isinstance(error, _loaded("torch", "OutOfMemoryError")) or "DefaultCPUAllocator" in str(error)
 
 
 def is_collective_error(error: BaseException) -> bool:
@@ -61,16 +66,24 @@ def is_collective_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text or "Connection closed by peer" in text)
 
 
-def word_of(error: BaseException, step: int) -> ExitWord:
+def word_of(error: BaseException, step: int, stage: Stage = "Training", doing: str = "") -> ExitWord:
     """The word for an error.
 
     Args:
         error: What ended the start.
         step: Updates done and committed.
+        stage: In which it ended.
+        doing: What was being done, where that explains the error.
     """
     code = code_of(error)
-    message = _sentence(error, code, step)
-    return ExitWord(code=int(code), reason=reason_of(code), message=message[:_MAX_MESSAGE], step=step)
+    message = _sentence(error, code, step, doing)
+    return ExitWord(
+        code=int(code),
+        reason=reason_of(code),
+        message=message[:_MAX_MESSAGE],
+        step=step,
+        shrink_helps=stage == "Training",
+    )
 
 
 def done_word(step: int, message: str) -> ExitWord:
@@ -94,12 +107,12 @@ def _write(path: Path, line: str) -> None:
         sys.stderr.write(f"{path}: the exit word can't be written: {error.strerror}\n")
 
 
-def _sentence(error: BaseException, code: int, step: int) -> str:
+def _sentence(error: BaseException, code: int, step: int, doing: str) -> str:
     if isinstance(error, Stopped):
         saved = f"the checkpoint of step {step} is committed" if step else "nothing was to be saved"
         return f"stopped by {error.args[0] if error.args else 'a signal'}; {saved}"
     if code == ExitCode.OUT_OF_MEMORY:
-        return f"out of device memory: {_first_line(error)}"
+        return f"out of device memory{doing and f' while {doing}'}: {_first_line(error)}"
     if code == ExitCode.TRANSIENT and is_collective_error(error):
         return f"another rank or the network between ranks failed: {_first_line(error)}"
     if code == PLAIN_FAILURE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import tempfile
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from lora_api.run import FinalManifest, RunConfig, config_hash
 from lora_api.store import Store
 from lora_trainer import clock
 from lora_trainer.checkpoint import entry
+from lora_trainer.endings import is_out_of_memory
 from lora_trainer.export import export_final
 from lora_trainer.export_metadata import base_revision, header_of
 from lora_trainer.fence import Fence
@@ -25,12 +27,27 @@ from lora_trainer.runtime import TORCH_DTYPE
 from lora_trainer.sampling import draw_samples
 from lora_trainer.settings import Settings
 
+log = logging.getLogger(__name__)
+
 Report = Callable[[str], None]
 _PACKAGES = ("lora-operator", "torch", "diffusers", "transformers", "peft", "safetensors")
 
 
 def draw(prepared: Prepared, sample: SampleConfig, folder: Path, report: Report) -> list[Path]:
-    """One picture for each prompt, in `folder`; what `report` raises ends it between two pictures."""
+    """One picture for each prompt, in `folder`; what `report` raises ends it between two pictures.
+
+    Pictures that the device has no room for are left out: a smaller run would not help, and training is worth more.
+    """
+    try:
+        return _draw(prepared, sample, folder, report)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        log.warning("no samples are drawn, out of device memory: %s; lower sample.width and height", error)
+        return []
+
+
+def _draw(prepared: Prepared, sample: SampleConfig, folder: Path, report: Report) -> list[Path]:
     total = len(prepared.conditions)
     report(f"drawing sample 1/{total}")
     conditions, negative = prepared.conditions_now()

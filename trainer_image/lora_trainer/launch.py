@@ -67,7 +67,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         shutil.rmtree(words, ignore_errors=True)
     _write_termination_log(word)
+    if word["code"] == ExitCode.OUT_OF_MEMORY and "LORA_COMMAND" in os.environ and word.get("shrinkHelps", True):
+        _begin_smaller(Path(os.environ["LORA_RUN_CONFIG"]), given)
     return int(word["code"])
+
+
+def _begin_smaller(path: Path, arguments: Sequence[str]) -> None:
+    """A run of the command line, which no operator makes smaller: begins it again, if that may help."""
+    from lora_trainer.commandline import smaller
+
+    how = smaller.shrink(path)
+    _say(how or smaller.ADVICE)
+    if how is not None:
+        smaller.begin_again(["-m", "lora_trainer.launch", *arguments])
 
 
 def single_process_command(arguments: Sequence[str], variables: Mapping[str, str]) -> list[str] | None:

@@ -69,6 +69,7 @@ class Loop:
         reporter: Told about every update.
         control: Newer settings, on rank 0.
         saves: Heard after each agreement: whether the last save went well.
+        pieces: In which each micro-batch of the configuration comes, see `data.stream.Share`.
         after_step: Called with the step after each update: saves and samples when they are due.
     """
 
@@ -83,6 +84,7 @@ class Loop:
     reporter: Reporter
     control: ControlWatch | None = None
     saves: Saves | None = None
+    pieces: int = 1
     after_step: Callable[[int, Settings], None] = lambda step, settings: None  # noqa: ARG005 - does nothing
     timer: PartTimer = field(default_factory=lambda: PartTimer(0))
 
@@ -121,7 +123,7 @@ class Loop:
 
     def _accumulate(self) -> tuple[Tensor, Tensor]:
         """Mean loss and gradient norm over all micro-batches of an iteration, both () fp32 on the device."""
-        count = self.config.train.gradient_accumulation
+        count = self.config.train.gradient_accumulation * self.pieces
         losses = []
         for micro in range(count):
             with self.timer.part("data"):

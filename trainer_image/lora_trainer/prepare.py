@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lora_api.run import RunConfig
+from lora_api.shrink import passes
 from lora_api.stores import Credentials
 from lora_trainer.data.cache import TensorCache, text_key
 from lora_trainer.data.captions import fill_trigger
@@ -115,8 +116,7 @@ class Preparation:
         self._encode(samples, prompts, model, cache)
         self._say("adding the adapter")
         adapter = _add_adapter(model, self.run, self._first_adapter())
-        if config.train.gradient_checkpointing:
-            model.enable_gradient_checkpointing()
+        self._save_memory(model)
         conditions = [cache.load(text_key(prompt, model.text_identity)) for prompt in prompts]
         negative = cache.load(text_key("", model.text_identity)) if prompts else None
         return Prepared(model, adapter, samples, cache, digest(samples), prompts, conditions, negative, memory)
@@ -189,6 +189,21 @@ class Preparation:
             model.assistant = merge_assistant(model.pipe, file)
         except ValueError as error:
             raise ConfigurationError(f"config.model.assistant_lora_path: {error}") from error
+
+    def _save_memory(self, model: BaseModel) -> None:
+        """Recomputes activations where that is asked for, or has become necessary."""
+        train, shrunk = self.run.config.train, self.run.shrunk
+        if shrunk:
+            log.info(
+                "device memory ran out before: trained with %s instead of %s", passes(train, shrunk), passes(train, 0)
+            )
+        if train.gradient_checkpointing:
+            model.enable_gradient_checkpointing()
+        elif passes(train, shrunk).gradient_checkpointing:
+            try:
+                model.enable_gradient_checkpointing()
+            except (ValueError, AttributeError, NotImplementedError) as error:  # nobody asked for what it can't do
+                log.warning("this model can't recompute its activations: %s", error)
 
     def _encode(self, samples: list[Sample], prompts: tuple[str, ...], model: BaseModel, cache: TensorCache) -> None:
         share = (self.environment.local_rank, self.environment.local_world_size)

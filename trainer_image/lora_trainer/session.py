@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lora_api.run import CheckpointManifest, RunConfig, config_hash
+from lora_api.shrink import piece_size
 from lora_api.store import Store
 from lora_api.stores import Credentials
 from lora_trainer import checkpoint, clock
@@ -135,9 +136,11 @@ class Session:
 
     def _loop(self) -> bool:
         config, reporter, model = self.run.config, self.start.reporter, self.prepared.model
+        train = config.train
         share = Share(
-            config.train.batch_size, config.train.gradient_accumulation, self.group.rank, self.group.world_size
-        )
+            train.batch_size, train.gradient_accumulation, self.group.rank, self.group.world_size,
+            pieces=train.batch_size // piece_size(train.batch_size, self.run.shrunk),
+        )  # fmt: skip
         order = BatchOrder([s.group for s in self.prepared.samples], share.global_batch, config.train.seed)
         maker = BatchMaker(
             SampleReader(self.prepared.samples, model, self.prepared.cache), order, model, share,
@@ -146,7 +149,7 @@ class Session:
         model.forward_module = self.group.wrap(model.denoiser)
         reporter.now.samples_per_step = share.samples_per_step
         reporter.enter("Training")
-        batches = Batches(maker.make, self.state.iteration, share.accumulation, batches_ahead(self.group.device))
+        batches = Batches(maker.make, self.state.iteration, share.passes, batches_ahead(self.group.device))
         control = ControlWatch(reporter.store) if self.fence is not None and reporter.store is not None else None
         if control is not None:
             control.start()
@@ -154,7 +157,7 @@ class Session:
             loop = Loop(
                 config=config, settings=self.settings, state=self.state, model=model, optimizer=self.optimizer,
                 batches=batches, group=self.group, stop=self.start.stop, reporter=reporter, control=control,
-                saves=self.saves, after_step=self._after_step,
+                saves=self.saves, pieces=share.pieces, after_step=self._after_step,
                 timer=PartTimer(config.performance_log_every, lambda: synchronise(self.group.device)),
             )  # fmt: skip
             done = loop.run()

@@ -83,7 +83,9 @@ class Start:
             error = Stopped(self.stop.signal_name)  # the others were asked to stop too, and left first
         if isinstance(error, FencedError):
             self.reporter.fenced = error  # the newer start reports from now on
-        word = endings.word_of(error, self.committed_step)
+        now = self.reporter.now
+        doing = f"training step {now.step + 1}" if now.stage == "Training" else now.detail
+        word = endings.word_of(error, self.committed_step, now.stage, doing)
         if word.code == endings.PLAIN_FAILURE:
             log.error("unexpected error", exc_info=error)
         else:

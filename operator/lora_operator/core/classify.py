@@ -33,6 +33,7 @@ class Verdict:
     cause: Cause
     reason: str
     message: str
+    shrink_helps: bool = False  # out of memory: whether a smaller micro-batch needs less of what ran out
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Ending:
     reason: str
     message: str
     pod: PodView | None = None  # None: known only from the Job or the heartbeat
+    shrink_helps: bool = True  # out of memory: without the trainer's word, training steps are the likeliest to need it
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,14 @@ class Evidence:
         word = self.heartbeat_word
         match = _JOB_EXIT_CODE.search(_job_message(self.child))
         if match is None or (word is not None and word.code == int(match.group(1))):
-            return Ending(word.code, word.reason, word.message) if word else None
+            return _ending_in_words(word) if word else None
         return Ending(int(match.group(1)), reason_of(int(match.group(1))), _job_message(self.child))
 
 
+OUT_OF_HOST_MEMORY = "OutOfHostMemory"
 _DISRUPTED_REASONS = {"Preempting", "NodeShutdown", "Terminated"}
 _FOLLOWERS = {ExitCode.DONE, ExitCode.TRANSIENT, ExitCode.PREEMPTED}  # how ranks end when another one is the cause
 _JOB_EXIT_CODE = re.compile(r"failed with exit code (\d+)")
-_OOM_ADVICE = "use a smaller batch_size or resolution, gradient_checkpointing, or more memory"
 
 
 def _a_person_must_act(evidence: Evidence) -> Verdict | None:
@@ -90,11 +92,11 @@ def _a_person_must_act(evidence: Evidence) -> Verdict | None:
 def _out_of_memory(evidence: Evidence) -> Verdict | None:
     for end in evidence.endings:
         if end.code == ExitCode.OUT_OF_MEMORY:
-            return Verdict(Cause.OUT_OF_MEMORY, end.reason, f"{end.message}; {_OOM_ADVICE}")
+            return Verdict(Cause.OUT_OF_MEMORY, end.reason, end.message, end.shrink_helps)
     for pod in evidence.pods:
         if pod.oom_killed:
-            text = f"Pod {pod.name} was killed because it used more memory than its limit; {_OOM_ADVICE}"
-            return Verdict(Cause.OUT_OF_MEMORY, "OutOfHostMemory", text)
+            text = f"Pod {pod.name} was killed because it used more memory than its limit"
+            return Verdict(Cause.OUT_OF_MEMORY, OUT_OF_HOST_MEMORY, text)
     return None
 
 
@@ -200,9 +202,13 @@ def has_ended(child: ChildView, pods: tuple[PodView, ...]) -> bool:
 def _ending_of(pod: PodView) -> Ending:
     word, code = pod.word, pod.exit_code
     if word is not None and (word.code or not code):
-        return Ending(word.code, word.reason, word.message, pod)
+        return _ending_in_words(word, pod)
     assert code is not None, "the caller has looked"
     return Ending(code, reason_of(code), f"Pod {pod.name} ended with {_exit_words(code)}", pod)
+
+
+def _ending_in_words(word: ExitWord, pod: PodView | None = None) -> Ending:
+    return Ending(word.code, word.reason, word.message, pod, word.shrink_helps)
 
 
 def _job_message(child: ChildView | None) -> str:

@@ -11,6 +11,7 @@ from lora_operator.core.assemble import Decision
 from lora_operator.core.classify import Cause, Verdict
 from lora_operator.core.conditions import condition_of
 from lora_operator.core.facts import all_children, pods_in_the_way, unstopped
+from lora_operator.core.memory import Remedy, remedy_for, retried_failures
 from lora_operator.core.state import Kind, State
 from lora_operator.core.times import format_time
 from lora_operator.core.views import Event, EventType, Observed
@@ -20,31 +21,46 @@ SOON = 5.0
 
 
 def after(o: Observed, verdict: Verdict) -> Decision:
-    """An attempt has ended with this verdict: the next one, or the end.
-
-    The count and the next attempt's number are one write. They are acted upon when they have been written: whoever
-    crashes in between finds the intention.
-    """
+    """An attempt has ended with this verdict: the next one, or the end."""
     assert o.job is not None, "a job without a valid spec was not accepted"
-    failures = o.status.restarts.failure + o.status.restarts.out_of_memory
-    limit = o.job.spec.run_policy.backoff_limit
+    remedy = remedy_for(o, verdict) if verdict.cause is Cause.OUT_OF_MEMORY else Remedy(verdict)
+    verdict = remedy.verdict
     if verdict.cause is Cause.PERMANENT:
         return fail(o, verdict)
-    counted = verdict.cause in (Cause.FAILURE, Cause.OUT_OF_MEMORY)
-    if counted and failures >= limit:
+    if remedy.shrunk is not None:
+        told = warning("Shrunk", remedy.event)
+        return _restart(o, verdict, updates={"shrunk": remedy.shrunk}, events=(told,))
+    if verdict.cause not in (Cause.FAILURE, Cause.OUT_OF_MEMORY):
+        return _restart(o, verdict)
+    failures, limit = retried_failures(o), o.job.spec.run_policy.backoff_limit
+    if failures >= limit:
         text = f"{verdict.message} (failure {failures + 1}; backoffLimit is {limit})"
         return fail(o, Verdict(verdict.cause, verdict.reason, text))
-    wait = backoff_seconds(o, failures) if counted else 0.0
-    field = verdict.cause.value
-    restarts = o.status.restarts.model_copy(update={field: getattr(o.status.restarts, field) + 1})
-    updates = {
+    return _restart(o, verdict, wait_seconds=backoff_seconds(o, failures))
+
+
+def _restart(
+    o: Observed,
+    verdict: Verdict,
+    *,
+    wait_seconds: float = 0.0,
+    updates: dict[str, Any] | None = None,
+    events: tuple[Event, ...] = (),
+) -> Decision:
+    """The next attempt. Its number, the count and what it does otherwise are one write.
+
+    They are acted upon when they have been written: whoever crashes in between finds the intention.
+    """
+    field, at = verdict.cause.value, o.now + timedelta(seconds=wait_seconds)
+    changed = {
         **next_attempt(o),
-        "restarts": restarts,
-        "retry_at": format_time(o.now + timedelta(seconds=wait), round_up=True) if wait else None,
+        "restarts": o.status.restarts.model_copy(update={field: getattr(o.status.restarts, field) + 1}),
+        "retry_at": format_time(at, round_up=True) if wait_seconds else None,
+        **(updates or {}),
     }
     event = warning("Interrupted", f"Attempt {o.status.attempt} ended: {verdict.message}")
     state = State(Kind.INTERRUPTED, verdict.reason, verdict.message)
-    return Decision(state, updates=updates, requeue=AT_ONCE, events=(event,))
+    return Decision(state, updates=changed, requeue=AT_ONCE, events=(event, *events))
 
 
 def backoff_seconds(o: Observed, failures: int) -> float:

@@ -24,7 +24,13 @@ _TOLD_CODES = sorted(code for code in ExitCode if code not in (ExitCode.DONE, Ex
 
 
 def build_attempt(
-    job: LoRATrainingJob, profile: LoRATrainingProfile, store: StoreSpec, attempt: int, last: Progress | None = None
+    job: LoRATrainingJob,
+    profile: LoRATrainingProfile,
+    store: StoreSpec,
+    attempt: int,
+    *,
+    last: Progress | None = None,
+    shrunk: int = 0,
 ) -> tuple[Manifest, ...]:
     """ConfigMap, Service and Job of an attempt, in the order in which they are created.
 
@@ -34,8 +40,9 @@ def build_attempt(
         store: The store that `job.spec.output.store` names.
         attempt: Counts from 1.
         last: The newest heartbeat, whose save time sets the grace period.
+        shrunk: How often the run was made smaller because memory ran out.
     """
-    run_config = _run_config(job, profile, store, attempt)
+    run_config = _run_config(job, profile, store, attempt, shrunk)
     config_map = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -99,7 +106,9 @@ def _metadata(job: LoRATrainingJob, attempt: int) -> dict[str, Any]:
     }
 
 
-def _run_config(job: LoRATrainingJob, profile: LoRATrainingProfile, store: StoreSpec, attempt: int) -> RunConfig:
+def _run_config(
+    job: LoRATrainingJob, profile: LoRATrainingProfile, store: StoreSpec, attempt: int, shrunk: int
+) -> RunConfig:
     nodes, gpus, _, _ = sizing(job, profile)
     return RunConfig(
         job_name=job.metadata.name,
@@ -112,6 +121,7 @@ def _run_config(job: LoRATrainingJob, profile: LoRATrainingProfile, store: Store
         if_exists=job.spec.output.if_exists,
         nodes=nodes,
         processes_per_node=max(1, gpus),
+        shrunk=shrunk,
         stores=profile.spec.stores,
     )
 

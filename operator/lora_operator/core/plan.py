@@ -39,6 +39,7 @@ from lora_operator.core.facts import (
     unstopped,
 )
 from lora_operator.core.manifests import build_attempt
+from lora_operator.core.memory import times_shrunk
 from lora_operator.core.progress import PROGRESS_INTERVAL, finished_progress
 from lora_operator.core.state import Kind, State, waiting_state
 from lora_operator.core.times import format_duration, format_time, parse_time
@@ -360,7 +361,8 @@ def _attempt(o: Observed, number: int | None = None) -> tuple[Manifest, ...]:
     assert o.profile is not None, "an attempt needs its profile"
     assert o.store is not None, "an attempt needs its store"
     last = o.run.progress if o.run and not is_foreign(o) else None
-    return build_attempt(o.job, o.profile, o.store, number or o.status.attempt, last)
+    attempt = number or o.status.attempt
+    return build_attempt(o.job, o.profile, o.store, attempt, last=last, shrunk=times_shrunk(o))
 
 
 def _once(status: JobStatus, event: Event) -> tuple[Event, ...]:

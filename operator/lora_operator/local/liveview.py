@@ -15,8 +15,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lora_api.job import JobStatus, Phase
+from lora_api.job import JobStatus, Phase, ShrunkStatus
 from lora_api.run import Progress
+from lora_api.shrink import Passes
 from lora_operator.core.times import format_bytes, format_duration
 from lora_operator.core.views import Event, EventType, JobKey
 
@@ -193,9 +194,18 @@ def facts_of(status: JobStatus) -> list[tuple[str, str]]:
         facts.append(("checkpoints", f"{ledger.count} kept (step {steps}; {size}), {ledger.removed} removed"))
     if status.restarts.total:
         facts.append(("restarts", restarts_text(status)))
+    if status.shrunk is not None:
+        facts.append(("memory", shrunk_text(status.shrunk)))
     if status.output.location:
         facts.append(("output", status.output.location))
     return facts
+
+
+def shrunk_text(shrunk: ShrunkStatus) -> str:
+    """`made smaller 2 times: batch_size 1 x gradient_accumulation 4`."""
+    often = "once" if shrunk.times == 1 else f"{shrunk.times} times"
+    now = Passes(shrunk.batch_size, shrunk.gradient_accumulation, shrunk.gradient_checkpointing)
+    return f"made smaller {often}: {now}"
 
 
 def restarts_text(status: JobStatus) -> str:

@@ -56,7 +56,7 @@ SINGLE = {
     "too much device memory": (
         evidence(PodBuilder().ended(86, word(86, "CUDA out of memory", reason="OutOfDeviceMemory"))),
         (Cause.OUT_OF_MEMORY, "OutOfDeviceMemory"),
-        "CUDA out of memory; use a smaller batch_size",
+        "CUDA out of memory",
     ),
     "bad data": (
         evidence(PodBuilder().ended(65, word(65, "pictures/3.png is not a picture", reason="InvalidData"))),

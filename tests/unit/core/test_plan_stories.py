@@ -121,7 +121,7 @@ def test_a_preemption_is_not_limited_and_does_not_wait() -> None:
     assert decided.status.retry_at is None
 
 
-def test_out_of_memory_counts_against_the_same_limit_as_failures() -> None:
+def test_host_memory_counts_against_the_same_limit_as_failures() -> None:
     tried = status(restarts=Restarts(failure=2, out_of_memory=1), restarts_total=3)
     decided = plan(running().with_status(tried).with_child(ChildBuilder().failed(), PodBuilder().oom_killed()).build())
     assert decided.status.phase is Phase.FAILED

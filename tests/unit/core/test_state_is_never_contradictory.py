@@ -31,6 +31,8 @@ JOBS = (
     JobBuilder(),
     JobBuilder().suspended(),
     JobBuilder().with_policy(backoffLimit=0, startupDeadlineSeconds=60),
+    JobBuilder().with_config("train", batch_size=6),
+    JobBuilder().with_policy(oomPolicy="Fail"),
     JobBuilder().with_output(deletionPolicy="Delete"),
     JobBuilder().with_metadata(deletionTimestamp=ago(5), finalizers=[FINALIZER]),
     JobBuilder().with_metadata(deletionTimestamp=ago(5)),
@@ -142,6 +144,7 @@ def test_whatever_is_seen_the_status_makes_sense_and_a_second_look_changes_nothi
         assert holds(new, ConditionType.READY) == holds(new, ConditionType.SUCCEEDED)
         assert new.attempt - status.attempt in (0, 1) or status.attempt == 0
         assert new.restarts.total - status.restarts.total in (0, 1)
+        assert status.shrunk is None or (new.shrunk is not None and new.shrunk.times - status.shrunk.times in (0, 1))
         assert all(len(condition.message) <= 512 for condition in new.conditions)
         assert len(new.model_dump_json(by_alias=True).encode()) < 8192
         if decided.requeue_after_seconds == 0.0:

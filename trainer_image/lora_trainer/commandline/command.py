@@ -20,6 +20,7 @@ from lora_trainer.commandline import epochs, flags, rundir
 from lora_trainer.commandline.assemble import Draft, draft
 from lora_trainer.commandline.detect import arch_of
 from lora_trainer.commandline.refusal import Refusal
+from lora_trainer.commandline.smaller import begin_again
 from lora_trainer.commandline.sources import Source, read_source, with_folders_of
 
 log = logging.getLogger("lora_trainer")
@@ -59,6 +60,7 @@ def plan_run(given: argparse.Namespace, variables: Mapping[str, str]) -> Plan:
         config = found.check()
         notes.append(words)
     document = rundir.document_of(folder, rundir.uid_of(folder), config.model_dump(mode="json"), given.nproc_per_node)
+    document["shrunk"] = rundir.shrunk_before(folder, config.train)
     run = parse(RunConfig, document)
     flag_of = {path: f"--{name}" for name, path in flags.FIELDS.items()}
     rundir.refuse_other_settings(folder, run, flag_of)
@@ -138,13 +140,8 @@ def begin(plan: Plan, command: str) -> Path:
 
 def relaunch(processes: int) -> NoReturn:
     """Becomes the launcher, which starts that many workers; they find the run configuration in the environment."""
-    packages = [
-        str(Path(module.__file__ or "").parents[1]) for module in (sys.modules["lora_trainer"], sys.modules["lora_api"])
-    ]
-    rest = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*packages, *([rest] if rest else [])]))
-    launcher = [sys.executable, "-m", "lora_trainer.launch", "--standalone", f"--nproc-per-node={processes}"]
-    os.execv(sys.executable, [*launcher, "-m", "lora_trainer", "train"])  # noqa: S606 - no shell is wanted
+    launcher = ["-m", "lora_trainer.launch", "--standalone", f"--nproc-per-node={processes}"]
+    begin_again([*launcher, "-m", "lora_trainer", "train"])
 
 
 def prepare(arguments: Sequence[str], program: str) -> Path:

@@ -12,8 +12,10 @@ from lora_api.config import MUTABLE_CONFIG_PATHS
 from lora_api.exit_codes import ExitCode
 from lora_api.names import base_name
 from lora_api.run import FinalManifest, RunConfig, RunFile
+from lora_api.shrink import passes
 from lora_api.store import StoreError
 from lora_api.stores import DirectoryStore
+from lora_api.training import TrainConfig
 from lora_api.wording import short
 from lora_trainer.commandline.refusal import Refusal
 
@@ -75,6 +77,17 @@ def write_run_config(folder: Path, run: RunConfig) -> Path:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise Refusal(f"--output_dir: {folder} can't be written to: {reason}") from error
     return folder / RUN_CONFIG
+
+
+def shrunk_before(folder: Path, train: TrainConfig) -> int:
+    """How often the run in a folder was made smaller because memory ran out; 0 when its micro-batches are others now."""
+    raw = DirectoryStore(folder).get(RUN_CONFIG)
+    try:
+        before = RunConfig.model_validate_json(raw) if raw is not None else None
+    except ValueError:
+        return 0
+    same = before is not None and passes(before.config.train, 0) == passes(train, 0)
+    return before.shrunk if before is not None and same else 0
 
 
 def refuse_other_settings(folder: Path, run: RunConfig, flag_of: dict[str, str]) -> None:

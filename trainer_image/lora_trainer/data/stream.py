@@ -45,10 +45,16 @@ class Share:
     accumulation: int
     rank: int = 0
     world_size: int = 1
+    pieces: int = 1  # in which each rank's part goes through the model, one after the other; see `lora_api.shrink`
+
+    @property
+    def passes(self) -> int:
+        """Forward passes in one update."""
+        return self.accumulation * self.pieces
 
     @property
     def global_batch(self) -> int:
-        """Samples in one forward pass over all ranks."""
+        """Samples in one batch over all ranks: of one bucket, the unit of the order."""
         return self.batch_size * self.world_size
 
     @property
@@ -120,11 +126,16 @@ class BatchMaker:
 
     @torch.no_grad()
     def make(self, iteration: int, micro: int) -> MicroBatch:
-        """This rank's part of the `micro`-th global batch of an iteration."""
+        """What this rank trains in the `micro`-th forward pass of an iteration: its part of a global batch, or a piece of that.
+
+        Order and slots don't depend on the number of pieces.
+        """
         share, model = self._share, self._model
-        numbers = self._order.batch(iteration * share.accumulation + micro)
-        first = micro * share.global_batch + share.rank * share.batch_size
-        mine = numbers[share.rank * share.batch_size : (share.rank + 1) * share.batch_size]
+        batch, piece = divmod(micro, share.pieces)
+        numbers = self._order.batch(iteration * share.accumulation + batch)
+        size = share.batch_size // share.pieces
+        begin = share.rank * share.batch_size + piece * size
+        first, mine = batch * share.global_batch + begin, numbers[begin : begin + size]
         x0_BChw = torch.stack([self._reader.latents(number) for number in mine])
         draws = [
             draw(self._seed, iteration, first + place, tuple(x0_BChw.shape[1:]), self._density)
