@@ -127,6 +127,7 @@ def _log_to_stderr(rank: int, world_size: int) -> None:
     )
     for noisy in ("httpx", "urllib3", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns of kernels that only its own layers would use
 
 
 def _leave(code: int) -> NoReturn:
