@@ -35,6 +35,7 @@ from lora_trainer.families import family_for
 from lora_trainer.fence import Fence
 from lora_trainer.loop import Loop
 from lora_trainer.networks import add_adapter
+from lora_trainer.objective import Objective
 from lora_trainer.reporting import Reporter
 from lora_trainer.runtime import Group
 from lora_trainer.settings import Settings
@@ -131,7 +132,7 @@ class Ours:
         share = Share(config.train.batch_size, 1)
         order = BatchOrder([sample.bucket for sample in samples], share.global_batch, 42)
         self.maker = BatchMaker(
-            SampleReader(samples, self.model, cache), order, self.model, share, seed=42, density="logit_normal"
+            SampleReader(samples, self.model, cache), order, self.model, share, Objective.of(config.train, self.model)
         )
         self.batches = Batches(self.maker.make, 0, 1, batches_ahead(CPU))
         store = DirectoryStore(folder / name)

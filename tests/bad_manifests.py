@@ -8,7 +8,7 @@ from typing import Any
 
 from lora_api.job import LoRATrainingJob
 from lora_api.profile import LoRATrainingProfile
-from tests import bad_optimization
+from tests import bad_objective, bad_optimization
 
 JOB: dict[str, Any] = {
     "apiVersion": "lora-operator.io/v1alpha1",
@@ -403,4 +403,13 @@ OPTIMIZATION = [
     for blocks, message, named in bad_optimization.CASES
 ]
 
-BAD = [*UNKNOWN_FIELDS, *TYPES, *CHOICES, *ARCH, *LIMITS, *TEXTS, *MISSING, *CROSS_FIELD, *OPTIMIZATION]
+OBJECTIVE = [
+    _bad(
+        "spec.config",
+        JOB["spec"]["config"] | {"model": {"arch": arch, "name_or_path": "s3://models/a"}, "train": train},
+        f"spec.config.train.{message}",
+    )
+    for arch, train, message in bad_objective.CASES
+]
+
+BAD = [*UNKNOWN_FIELDS, *TYPES, *CHOICES, *ARCH, *LIMITS, *TEXTS, *MISSING, *CROSS_FIELD, *OPTIMIZATION, *OBJECTIVE]

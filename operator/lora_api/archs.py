@@ -39,6 +39,9 @@ UNET_ARCHS = frozenset({Arch.SD15, Arch.SDXL})
 TEXT_ENCODER_ARCHS: tuple[Arch, ...] = (Arch.FLUX1, Arch.SD15, Arch.SDXL)
 """Built-in families whose diffusers loader takes text-encoder layers from an adapter file."""
 
+DYNAMIC_SHIFT_ARCHS = frozenset({Arch.FLUX1, Arch.FLUX2_KLEIN_4B, Arch.FLUX2_KLEIN_9B, Arch.FLUX2_DEV, Arch.QWEN_IMAGE})
+"""Families whose pipeline shifts its noise levels by picture size."""
+
 CUSTOM_PREFIX = "x-"
 """Begins the `model.arch` of families that other packages add; only the trainer image knows which there are."""
 

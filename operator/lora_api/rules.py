@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from lora_api import rules_optimization
+from lora_api import rules_objective, rules_optimization
 from lora_api.archs import VIDEO_ARCHS, Arch, knows_original_layers, trains_text_encoder
 
 if TYPE_CHECKING:
@@ -109,5 +109,6 @@ RULES: tuple[Rule, ...] = (
     assistants_need_additive_adapters,
     clips_need_a_video_family,
     *rules_optimization.RULES,
+    *rules_objective.RULES,
 )
 """In the order in which they are asked; the first problem is reported."""

@@ -20,6 +20,13 @@ class Precision(StrEnum):
     FP32 = "fp32"
 
 
+Density = Literal["logit_normal", "uniform", "mode", "cosmap"]
+LossType = Literal["mse", "mae", "huber", "smooth_l1", "pseudo_huber"]
+
+DELTA_LOSSES: tuple[LossType, ...] = ("huber", "smooth_l1", "pseudo_huber")
+"""Losses that have a delta."""
+
+
 class TrainConfig(Native):
     """The optimisation."""
 
@@ -84,10 +91,86 @@ class TrainConfig(Native):
     dtype: Precision = Field(
         Precision.BF16, description="Number format of the base model and of the forward pass; adapters train in fp32."
     )
-    timestep_type: Literal["logit_normal", "uniform"] | None = Field(
+    timestep_type: Density | None = Field(
         None,
-        description="Density of the noise levels (Esser et al. 2024, section 3.1). Left out: the family's own, "
-        "logit_normal for flow matching, uniform for sd15 and sdxl.",
+        description="Density of the noise levels, 0 picture to 1 noise, before the shift (Esser et al. 2024, section 3.1): "
+        "logit_normal, uniform, mode (heavy tails) or cosmap. Left out: the family's own, logit_normal for flow matching, "
+        "uniform for sd15 and sdxl.",
+    )
+    logit_mean: float = Field(
+        0.0,
+        ge=-10,
+        le=10,
+        description="Mean of the logit of the noise level, with logit_normal; above 0 is more noise.",
+    )
+    logit_std: float = Field(
+        1.0, gt=0, le=10, description="Standard deviation of the logit of the noise level, with logit_normal."
+    )
+    mode_scale: float = Field(
+        1.29,
+        ge=-1,
+        le=1.75,
+        description="Scale s of the density mode: above 0 favours the middle, below 0 the ends.",
+    )
+    content_or_style: Literal["balanced", "content", "style"] = Field(
+        "balanced",
+        description="Bias of the noise levels: content draws more of the noisy ones, style more of the clear ones, by the "
+        "cube of where on the density they lie.",
+    )
+    timestep_shift: float | None = Field(
+        None,
+        gt=0,
+        le=100,
+        description="Static shift k of the noise levels, k u / (1 + (k - 1) u), for flow matching; 1 is none. Left out: that "
+        "of the model's scheduler, none where it shifts by picture size.",
+    )
+    timestep_dynamic_shift: bool = Field(
+        False,
+        description="Shift the noise levels by picture size, as the model is sampled: flux1, flux2_* and qwen_image.",
+    )
+    min_timestep: float = Field(
+        0.0,
+        ge=0,
+        le=1000,
+        description="Lowest noise level that is trained, of 1000: after the shift, the density cut off.",
+    )
+    max_timestep: float = Field(1000.0, ge=0, le=1000, description="Highest noise level that is trained, of 1000.")
+    loss_type: LossType = Field(
+        "mse",
+        description="Loss of each latent value: mse, mae, huber (Huber 1964), smooth_l1 (huber divided by its delta) or "
+        "pseudo_huber, sqrt(d^2 + delta^2) - delta (Charbonnier et al. 1997).",
+    )
+    huber_delta: float = Field(
+        0.1, gt=0, le=100, description="Where huber, smooth_l1 and pseudo_huber pass from square to straight."
+    )
+    huber_schedule: Literal["constant", "exponential", "snr"] = Field(
+        "constant",
+        description="How huber_delta depends on the noise level (Khrapov et al. 2024): exponential goes from 1 without noise "
+        "to huber_delta in pure noise, snr does so by the signal-to-noise ratio. Both need a huber_delta of at most 1.",
+    )
+    min_snr_gamma: float | None = Field(
+        None,
+        gt=0,
+        le=1000,
+        description="Weighs each sample by min(SNR, this) in terms of the picture (Hang et al. 2023); 5 is common. Left out: "
+        "all samples weigh the same.",
+    )
+    loss_weighting: Literal["none", "sigma_sqrt", "cosmap"] = Field(
+        "none",
+        description="Weighs each sample by its noise level, for flow matching: sigma_sqrt 1 / sigma^2, cosmap "
+        "2 / (pi (1 - 2 sigma + 2 sigma^2)) (Esser et al. 2024).",
+    )
+    noise_offset: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Adds so much noise that is constant over each channel of a sample (Guttenberg 2023); 0.05 is common.",
+    )
+    input_perturbation: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Adds so much noise to what the model is shown, but not to its target (Ning et al. 2023); 0.1 is common.",
     )
     max_nonfinite_steps: int = Field(
         10, ge=1, le=10000, description="Steps in a row whose loss is not finite before the run stops."

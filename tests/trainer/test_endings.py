@@ -203,8 +203,12 @@ def test_device_memory_running_out_ends_with_86(job):
 
 def test_a_loss_that_stays_not_finite_ends_with_87_and_saves_nothing(job, monkeypatch):
     from lora_trainer import loop
+    from lora_trainer.losses import Loss
 
-    monkeypatch.setattr(loop, "loss_of", lambda velocity, target: velocity.sum() * float("nan"))
+    def broken(velocity, *_, **__):
+        return Loss(velocity.sum() * float("nan"), velocity.sum() * float("nan"))
+
+    monkeypatch.setattr(loop, "loss_of", broken)
     code, message = end(job.change(train={"max_nonfinite_steps": 2}))
     assert code == ExitCode.NOT_FINITE
     assert "config.train.max_nonfinite_steps" in message

@@ -14,8 +14,10 @@ from lora_trainer.data.sampler import BatchOrder
 from lora_trainer.data.stream import Batches, BatchMaker, Share
 from lora_trainer.errors import NotFiniteError
 from lora_trainer.loop import Loop
+from lora_trainer.losses import loss_of
 from lora_trainer.networks import add_adapter
-from lora_trainer.objective import draw, loss_of, noisy
+from lora_trainer.noise_levels import NoiseLevels
+from lora_trainer.objective import Objective, draw, noisy
 from lora_trainer.reporting import Reporter
 from lora_trainer.runtime import TORCH_DTYPE, Group
 from lora_trainer.settings import Settings
@@ -64,7 +66,7 @@ class Rig:
         self.optimizer = build_optimizer(self.adapter.parameters(), self.config.train)
         share = Share(self.config.train.batch_size, self.config.train.gradient_accumulation)
         order = BatchOrder(["one"] * 6, share.global_batch, 42)
-        maker = BatchMaker(numbers, order, self.model, share, seed=42, density="logit_normal")
+        maker = BatchMaker(numbers, order, self.model, share, Objective.of(self.config.train, self.model))
         make = maker.make if batch_hook is None else lambda i, m: batch_hook(i, maker.make(i, m))
         self.reporter = Reporter(None, 1, 1)
         self.batches = Batches(make, 0, share.accumulation, ahead)
@@ -146,22 +148,13 @@ def test_the_loss_falls_when_a_few_samples_are_learned_by_heart(load_tiny):
 
 # ---------------------------------------------------------------------- counter-based noise
 def test_draws_depend_on_seed_iteration_and_slot_alone():
-    first = draw(1, 5, 2, (4, 4), "logit_normal")
+    first = draw(1, 5, 2, (4, 4), NoiseLevels())
     torch.manual_seed(99)
-    again = draw(1, 5, 2, (4, 4), "logit_normal")
+    again = draw(1, 5, 2, (4, 4), NoiseLevels())
     assert torch.equal(first.noise, again.noise)
     assert (first.u, first.drop) == (again.u, again.drop)
-    others = [draw(2, 5, 2, (4, 4), "uniform"), draw(1, 6, 2, (4, 4), "uniform"), draw(1, 5, 3, (4, 4), "uniform")]
+    others = [draw(*numbers, (4, 4), NoiseLevels()) for numbers in ((2, 5, 2), (1, 6, 2), (1, 5, 3))]
     assert all(not torch.equal(first.noise, other.noise) for other in others)
-
-
-@pytest.mark.parametrize("density", ["logit_normal", "uniform"])
-def test_noise_levels_have_the_density_that_was_asked_for(density):
-    u = torch.stack([draw(0, i, 0, (1,), density).u for i in range(3000)])
-    assert ((u > 0) & (u < 1)).all()
-    assert u.mean().item() == pytest.approx(0.5, abs=0.02)
-    middle = ((u > 0.25) & (u < 0.75)).float().mean().item()
-    assert middle == pytest.approx(0.5 if density == "uniform" else 0.728, abs=0.03)
 
 
 def test_the_noisy_latents_lie_on_the_straight_path():
@@ -169,7 +162,7 @@ def test_the_noisy_latents_lie_on_the_straight_path():
     x_t, target = noisy(x0, noise, torch.tensor([0.0, 1.0]))
     torch.testing.assert_close(x_t[0], x0[0])
     torch.testing.assert_close(x_t[1], noise[1])
-    assert loss_of(target, target) == 0
+    assert loss_of(target, target).trained == 0
 
 
 # ---------------------------------------------------------------------- not finite

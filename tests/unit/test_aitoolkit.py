@@ -212,12 +212,70 @@ def test_noise_levels_have_our_names(theirs, ours):
     assert imported(train__timestep_type=theirs).config["train"]["timestep_type"] == ours
 
 
-def test_noise_levels_that_we_lack_are_refused_with_those_there_are():
-    (said,) = problems(put(preset(), "train.timestep_type", "lumina2_shift"))
-    assert said.startswith(
-        'config.process[0].train.timestep_type: "lumina2_shift" has no counterpart here; expected one of '
+def test_noise_levels_that_we_lack_are_refused_with_what_to_use():
+    (said,) = problems(put(preset(), "train.timestep_type", "lognorm_blend"))
+    assert said.startswith('config.process[0].train.timestep_type: "lognorm_blend" has no counterpart here; ')
+    assert "use logit_normal" in said
+    (said,) = problems(put(preset(), "train.timestep_type", "sigmoidal"))
+    assert said.endswith(
+        "expected one of sigmoid, linear, weighted, shift, flux_shift, lumina2_shift, logit_normal, uniform, mode, cosmap"
     )
-    assert said.endswith("sigmoid, linear, weighted, logit_normal, uniform")
+
+
+def test_noise_levels_are_not_shifted_there_so_they_are_not_here():
+    assert imported(preset="zimage", train__timestep_type="sigmoid").config["train"]["timestep_shift"] == 1
+    assert "timestep_shift" not in imported(train__timestep_type="sigmoid").config["train"], "Klein has no static shift"
+    ours = imported(preset="zimage", train__timestep_type="logit_normal").config["train"]
+    assert "timestep_shift" not in ours, "our own word has our own meaning"
+
+
+@pytest.mark.parametrize("kind", ["shift", "flux_shift", "lumina2_shift"])
+def test_shifted_noise_levels_are_those_of_sampling(kind):
+    klein = imported(train__timestep_type=kind).config["train"]
+    assert (klein["timestep_type"], klein["timestep_dynamic_shift"]) == ("uniform", True)
+    zimage = imported(preset="zimage", train__timestep_type=kind).config["train"]
+    assert zimage["timestep_type"] == "uniform"
+    assert {"timestep_dynamic_shift", "timestep_shift"}.isdisjoint(zimage), "the scheduler's own counts"
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "last", "levels"),
+    [
+        ("linear", 0, 500, (500, 1000)),
+        ("linear", 200, 1000, (0, 800)),
+        ("sigmoid", 0, 500, (500, 1000)),
+        ("sigmoid", 159, 841, (269.2, 730.8)),  # one standard deviation on both sides: sigmoid(1) = 0.731
+    ],
+)
+def test_a_range_of_denoising_steps_becomes_one_of_noise_levels(kind, first, last, levels):
+    found = imported(train__timestep_type=kind, train__min_denoising_steps=first, train__max_denoising_steps=last)
+    train = found.config["train"]
+    assert (train["min_timestep"], train["max_timestep"]) == pytest.approx(levels, abs=0.2)
+    assert notes_about(found, "min_denoising_steps")
+
+
+def test_the_whole_range_of_denoising_steps_is_nothing_to_speak_of():
+    found = imported(train__min_denoising_steps=0, train__max_denoising_steps=999)
+    assert "min_timestep" not in found.config["train"]
+    assert not notes_about(found, "denoising")
+    assert "must be below" in problems(put(preset(), "train.min_denoising_steps", 1000))[0]
+    with_shift = put(put(preset(), "train.max_denoising_steps", 500), "train.timestep_type", "shift")
+    assert "use max_timestep and min_timestep" in problems(with_shift)[0]
+
+
+def test_losses_and_noise_have_the_same_names():
+    found = imported(
+        train__loss_type="pseudo_huber",
+        train__noise_offset=0.05,
+        train__min_snr_gamma=5,
+        train__content_or_style="style",
+    )
+    train = found.config["train"]
+    assert (train["loss_type"], train["huber_delta"], train["noise_offset"]) == ("pseudo_huber", 0.01, 0.05)
+    assert (train["min_snr_gamma"], train["content_or_style"]) == (5, "style")
+    parse(TrainerConfig, found.config, found.path)
+    assert "min_snr_gamma" not in imported(train__min_snr_gamma=0).config["train"]
+    assert "use min_snr_gamma" in problems(put(preset(), "train.snr_gamma", 5))[0]
 
 
 def test_averaged_weights_are_refused_only_when_they_are_asked_for():

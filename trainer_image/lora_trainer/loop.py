@@ -23,7 +23,8 @@ from lora_api.training import Precision
 from lora_trainer.control import ControlWatch
 from lora_trainer.data.stream import Batches, MicroBatch
 from lora_trainer.errors import NotFiniteError
-from lora_trainer.objective import loss_of, seed_dropout
+from lora_trainer.losses import loss_of
+from lora_trainer.objective import seed_dropout
 from lora_trainer.reporting import Reporter
 from lora_trainer.runtime import Agreement, Group, autocast
 from lora_trainer.saver import Saves, Saving
@@ -93,6 +94,7 @@ class Loop:
         self._scaled = self.config.train.dtype is Precision.FP16
         wrapped = {id(parameter) for parameter in self.model.forward_module.parameters()}
         self._apart = [p for p in self._parameters if id(p) not in wrapped]  # text encoders
+        self._kind, self._delta = self.config.train.loss_type, self.config.train.huber_delta
         self._dropout = self.config.network.dropout > 0
 
     def run(self) -> bool:
@@ -143,12 +145,19 @@ class Loop:
             seed_dropout(self.config.train.seed, self.state.iteration, batch.slot, self.model.device)
         with self.timer.part("forward"), autocast(self.model.device, self.config.train.dtype):
             conditioning = self.model.conditioned(batch.conditioning, batch.captions)
-            loss = loss_of(self.model.predict(batch.x_t, batch.time, conditioning), batch.target)
+            loss, raw = loss_of(
+                self.model.predict(batch.x_t, batch.time, conditioning),
+                batch.target,
+                kind=self._kind,
+                delta=self._delta if batch.delta is None else batch.delta,
+                mask=batch.mask,
+                weight_B=batch.loss_weight,
+            )
         with self.timer.part("backward"):
             factor = (self.state.loss_scale if self._scaled else 1.0) / count
             (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
         self.reporter.advanced()
-        return loss.detach()
+        return raw.detach()
 
     def _without_sync(self) -> Any:
         return getattr(self.model.forward_module, "no_sync", nullcontext)()

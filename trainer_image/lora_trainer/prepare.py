@@ -24,6 +24,7 @@ from lora_trainer.errors import ConfigurationError, DataError
 from lora_trainer.families.folder import ModelError, import_pipeline
 from lora_trainer.families.registry import family_for
 from lora_trainer.memory.measure import MemoryWatch
+from lora_trainer.objective import take_noise_settings
 from lora_trainer.reporting import Reporter
 from lora_trainer.runtime import TORCH_DTYPE, Group
 from lora_trainer.stopping import StopRequest
@@ -122,13 +123,19 @@ class Preparation:
         return Prepared(model, adapter, samples, cache, digest(samples), prompts, conditions, negative, memory)
 
     def _load(self, family: Family, folder: Path) -> BaseModel:
+        train = self.run.config.train
         try:
             self._say("importing libraries")
             import_pipeline(folder)
             self._say("loading the base model")
-            return family.load(folder, dtype=TORCH_DTYPE[self.run.config.train.dtype], device=self.device)
+            model = family.load(folder, dtype=TORCH_DTYPE[train.dtype], device=self.device)
         except ModelError as error:
             raise ConfigurationError(f"config.model.name_or_path: {error}") from error
+        try:
+            take_noise_settings(model, train)
+        except ValueError as error:
+            raise ConfigurationError(f"config.{error}") from error
+        return model
 
     def _first_on_each_node(self, family: Family) -> tuple[Path, list[Sample]]:
         """Model folder and samples; one process of each node downloads and reads, the others find its work done."""

@@ -21,6 +21,7 @@ from lora_trainer.export import portable_files
 from lora_trainer.fence import Fence
 from lora_trainer.finalize import finish, put_samples
 from lora_trainer.loop import Loop
+from lora_trainer.objective import Objective
 from lora_trainer.prepare import Preparation
 from lora_trainer.retention import remove_old_checkpoints
 from lora_trainer.retry import place
@@ -144,7 +145,7 @@ class Session:
         order = BatchOrder([s.group for s in self.prepared.samples], share.global_batch, config.train.seed)
         maker = BatchMaker(
             SampleReader(self.prepared.samples, model, self.prepared.cache), order, model, share,
-            seed=config.train.seed, density=config.train.timestep_type or model.density,
+            Objective.of(config.train, model),
         )  # fmt: skip
         model.forward_module = self.group.wrap(model.denoiser)
         reporter.now.samples_per_step = share.samples_per_step

@@ -7,7 +7,7 @@ from typing import Any
 
 from lora_api.aitoolkit import tables
 from lora_api.aitoolkit.findings import Block, Findings
-from lora_api.aitoolkit.training import UNETS, read_model, read_network, read_save, read_train, steps_in_updates
+from lora_api.aitoolkit.training import read_model, read_network, read_save, read_train, steps_in_updates
 from lora_api.config import SampleConfig, TrainerConfig
 from lora_api.datasets import DatasetConfig
 from lora_api.wording import short, type_name
@@ -35,10 +35,8 @@ def read_process(raw: Any, path: str, findings: Findings) -> dict[str, Any]:
     out["datasets"] = _datasets(block, path)
     train = block.inner("train")
     passes, no_samples = train.peek("gradient_accumulation_steps"), train.peek("disable_sampling")
-    out["train"] = read_train(train) | ({"seed": seed} if seed is not None else {})
+    out["train"] = read_train(train, arch) | ({"seed": seed} if seed is not None else {})
     out["save"] = read_save(block.inner("save"))
-    if arch in UNETS:
-        out["train"].pop("timestep_type", None)  # counts for flow matching only, there as well
     has_samples = block.has("sample") and not no_samples
     samples = _read_sample(block.inner("sample"), arch)
     if has_samples:

@@ -8,16 +8,14 @@ from typing import Any
 
 from lora_api.aitoolkit import tables
 from lora_api.aitoolkit.findings import Block, Findings
+from lora_api.aitoolkit.objective import UNETS, read_objective
 from lora_api.aitoolkit.optimization import read_optimizer, read_schedule
 from lora_api.archs import Arch
 from lora_api.config import ModelConfig, SaveConfig
 from lora_api.network import NetworkConfig
-from lora_api.suggestions import VALUE_ALIASES, choices_of
+from lora_api.suggestions import VALUE_ALIASES
 from lora_api.training import TrainConfig
 from lora_api.wording import short
-
-UNETS = frozenset({"sd1", "sd15", "sd2", "sdxl"})
-"""Their values of `model.arch` for which alpha is honoured there."""
 
 OLD_FLAGS = {"is_flux": "flux", "is_xl": "sdxl", "is_v2": "sd2", "is_v3": "sd3"}
 OUR_ARCH = {"flux": "flux1", "sd1": "sd15", "flux2": "flux2_dev", "wan22_14b": "wan22"}
@@ -27,8 +25,6 @@ HUB_SCHEME = "hf://"
 """Begins a location on the Hugging Face Hub; empty: models are local folders or lie in a store."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(/[\w./-]+\.safetensors)?")
-
-_NOISE_LEVELS = {"sigmoid": "logit_normal", "linear": "uniform", "weighted": "uniform"}
 
 
 def precision(value: Any) -> Any:
@@ -126,15 +122,15 @@ def _alphas(block: Block, alpha: Any, *, honoured: bool) -> None:
             )
 
 
-def read_train(block: Block) -> dict[str, Any]:
-    """The optimisation."""
+def read_train(block: Block, arch: str) -> dict[str, Any]:
+    """The optimisation; `arch` is the family's name there."""
     _accumulation(block)
     for key, value in (("steps", 1000), ("lr", 1e-6), ("gradient_checkpointing", True), ("dtype", "fp32")):
         block.default(key, value)
     _learning_rates(block)
     read_optimizer(block)
     read_schedule(block)
-    _noise_levels(block)
+    read_objective(block, arch)
     block.inner("ema_config").finish(tables.EMA)
     if block.has("dtype"):
         block.out["dtype"] = precision(block.take("dtype"))
@@ -172,21 +168,6 @@ def _learning_rates(block: Block) -> None:
         rate = block.take(key)
         if rate is not None and rate != block.peek("lr"):
             block.note(f"ignored: train.{key}: {short(rate)} (train.lr counts for everything, as it does there)")
-
-
-def _noise_levels(block: Block) -> None:
-    kind = block.take("timestep_type") or "sigmoid"
-    if kind == "weighted" and kind not in choices_of(TrainConfig, "timestep_type"):
-        block.note(
-            "train.timestep_type: weighted draws noise levels uniformly and weighs the loss by a table there; here it is "
-            "uniform, and the weights are ignored"
-        )
-    if kind not in choices_of(TrainConfig, "timestep_type"):
-        if kind not in _NOISE_LEVELS:
-            words = ", ".join(dict.fromkeys((*_NOISE_LEVELS, *choices_of(TrainConfig, "timestep_type"))))
-            block.problem("timestep_type", f"{short(kind)} has no counterpart here; expected one of {words}")
-        kind = _NOISE_LEVELS.get(kind, kind)
-    block.out["timestep_type"] = kind
 
 
 def read_save(block: Block) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from lora_trainer.data.cache import TensorCache, latents_key, text_key
 from lora_trainer.data.encode import pixels_of
 from lora_trainer.data.sampler import BatchOrder
 from lora_trainer.data.samples import Sample
-from lora_trainer.objective import draw
+from lora_trainer.objective import Objective
 
 if TYPE_CHECKING:
     from lora_trainer.families.base import BaseModel, Conditioning
@@ -35,6 +35,11 @@ class MicroBatch:
     conditioning: Conditioning
     slot: int  # of its first sample, see objective.draw
     captions: tuple[str, ...] = ()  # of the batch, where a text encoder is trained
+    loss_weight: Tensor | None = None  # (B,) weights of samples; None where all are 1
+    delta: Tensor | None = None  # (B,) of huber losses; None where all have that of the configuration
+    mask: Tensor | None = (
+        None  # (B, 1, h, w), (B, 1, 1, h, w) for clips: weights of latent pixels; None where all are 1
+    )
 
 
 @dataclass(frozen=True)
@@ -117,12 +122,10 @@ class BatchMaker:
         order: BatchOrder,
         model: BaseModel,
         share: Share,
-        *,
-        seed: int,
-        density: Literal["logit_normal", "uniform"],
+        objective: Objective,
     ) -> None:
         self._reader, self._order, self._model, self._share = reader, order, model, share
-        self._seed, self._density = seed, density
+        self._objective = objective
 
     @torch.no_grad()
     def make(self, iteration: int, micro: int) -> MicroBatch:
@@ -137,13 +140,9 @@ class BatchMaker:
         begin = share.rank * share.batch_size + piece * size
         first, mine = batch * share.global_batch + begin, numbers[begin : begin + size]
         x0_BChw = torch.stack([self._reader.latents(number) for number in mine])
-        draws = [
-            draw(self._seed, iteration, first + place, tuple(x0_BChw.shape[1:]), self._density)
-            for place in range(len(mine))
-        ]
-        corrupted = model.corrupt(
-            x0_BChw, torch.stack([each.noise for each in draws]), torch.stack([each.u for each in draws])
-        )
+        slots = range(first, first + len(mine))
+        draws = self._objective.draws(model, iteration, slots, x0_BChw.shape[1:])
+        corrupted = self._objective.corrupted(model, x0_BChw, draws, iteration, slots)
         drawn = [(number, each.drop) for number, each in zip(mine, draws, strict=True)]
         return MicroBatch(
             x_t=self._to_device(corrupted.x_t),
@@ -152,11 +151,17 @@ class BatchMaker:
             conditioning=model.collate([self._reader.condition(*each) for each in drawn]),
             slot=first,
             captions=tuple(self._reader.caption(*each) for each in drawn) if model.trained_text else (),
+            loss_weight=self._to_device(self._objective.weights(model, corrupted.time)),
+            delta=self._to_device(self._objective.deltas(model, corrupted.time)),
         )
 
-    def _to_device(self, tensor: Tensor) -> Tensor:
+    @overload
+    def _to_device(self, tensor: Tensor) -> Tensor: ...
+    @overload
+    def _to_device(self, tensor: None) -> None: ...
+    def _to_device(self, tensor: Tensor | None) -> Tensor | None:
         device = self._model.device
-        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+        return tensor if tensor is None or device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Batches:

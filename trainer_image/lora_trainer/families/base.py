@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from PIL import Image
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from lora_trainer.families.evaluating import evaluating
 from lora_trainer.families.folder import content_identity, load_part
+from lora_trainer.families.noising import Noising
 from lora_trainer.families.original import Original
 from lora_trainer.families.parts import CLIP_LEAD, Part
 
@@ -49,7 +50,7 @@ class Corrupted:
     target: Tensor  # (B, C, h, w)
 
 
-class BaseModel(ABC):
+class BaseModel(Noising, ABC):
     """A loaded base model: every weight frozen, in eval mode, encoders loaded when they are needed.
 
     Attributes:
@@ -79,9 +80,6 @@ class BaseModel(ABC):
 
     trainable_text_parts: ClassVar[tuple[str, ...]] = ()
     """Those of them for which the pipeline's loader takes adapters. A family that names any writes `_embed_trained`."""
-
-    density: ClassVar[Literal["logit_normal", "uniform"]] = "logit_normal"
-    """Density of the noise levels where the configuration does not choose one."""
 
     def __init__(self, pipe: Any, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
         self.pipe = pipe

@@ -29,6 +29,8 @@ from lora_trainer.families.original import Original, renamed
 
 LAYOUT = Layout(pipelines=("Flux2KleinPipeline",))
 
+SAMPLING_STEPS = 50
+
 TEXT_WIDTH = {"flux2_klein_4b": 3 * 2560, "flux2_klein_9b": 3 * 4096}
 """Width of the text input of the released models: three layers of Qwen3-4B and of Qwen3-8B."""
 
@@ -55,6 +57,8 @@ ENDS: dict[str, str | tuple[str, int, int]] = {
 class Flux2KleinModel(FlowModel):
     """A loaded FLUX.2 Klein."""
 
+    token_side = 1
+
     def normalise(self, z_BChw: Tensor) -> Tensor:
         """Folds 2 x 2 pixels into channels and standardises: (B, C, h, w) to (B, 4C, h/2, w/2)."""
         x_BChw: Tensor = self.pipe._patchify_latents(z_BChw)  # noqa: SLF001 the pipeline's own folding order
@@ -72,6 +76,12 @@ class Flux2KleinModel(FlowModel):
         mean = vae.bn.running_mean.view(1, -1, 1, 1)
         std = (vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps).sqrt()
         return mean, std
+
+    def sampling_mu(self, tokens: int) -> float:
+        """As the pipeline fits it to picture size and steps; the steps are those that it takes unless told otherwise."""
+        from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+        return compute_empirical_mu(image_seq_len=tokens, num_steps=SAMPLING_STEPS)  # type: ignore[no-any-return]
 
     def velocity(self, x_t_BChw: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
         """The denoiser's output, unpacked; sigma is its timestep as it stands."""

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lora_trainer.families.base import BaseModel, Conditioning, Corrupted
 from lora_trainer.families.folder import ModelError
+from lora_trainer.families.noising import Prediction
 
 SIZE_MULTIPLE = 64
 """The UNet halves the latents three times; released models were trained at multiples of 64 pixels."""
@@ -78,6 +79,21 @@ class UNetModel(BaseModel):
         if schedule.config.prediction_type == "v_prediction":
             target_BChw = schedule.get_velocity(x0_BChw, noise_BChw, time_B)
         return Corrupted(schedule.add_noise(x0_BChw, noise_BChw, time_B), time_B, target_BChw)
+
+    @property
+    def prediction(self) -> Prediction:
+        """As the model's scheduler says."""
+        kind: Prediction = self.noise_schedule.config.prediction_type
+        return kind
+
+    def snr(self, time_B: Tensor) -> Tensor:
+        """a_t / (1 - a_t)."""
+        a_B = self.noise_schedule.alphas_cumprod[time_B]
+        return a_B / (1 - a_B)  # type: ignore[no-any-return]
+
+    def noise_level(self, time_B: Tensor) -> Tensor:
+        """T over the number of steps."""
+        return time_B / self.noise_schedule.config.num_train_timesteps  # type: ignore[no-any-return]
 
     def predict(self, x_t_BChw: Tensor, time_B: Tensor, conditioning: Conditioning) -> Tensor:
         """The UNet's output as it stands."""

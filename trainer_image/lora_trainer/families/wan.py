@@ -75,11 +75,11 @@ class WanModel(FlowModel):
         )[0]
         return v_BCfhw.float()  # type: ignore[no-any-return]
 
-    def shift_sigma(self, u_B: Tensor) -> Tensor:
-        """As `FlowModel.shift_sigma`; this scheduler calls its shift `flow_shift`."""
+    @property
+    def static_shift(self) -> float:
+        """As `FlowModel.static_shift`; this scheduler calls its shift `flow_shift`."""
         config = self.pipe.scheduler.config
-        k = float(config.get("flow_shift") or config.get("shift") or 1.0)
-        return k * u_B / (1 + (k - 1) * u_B)
+        return float(config.get("flow_shift") or config.get("shift") or 1.0)
 
     def collate(self, conditions: list[dict[str, Tensor]]) -> Conditioning:
         """`embeds` (B, L, D): each caption followed by zeros up to the full length, which is what the pipeline gives."""
