@@ -381,6 +381,84 @@ CROSS_FIELD = [
         )
         for arch, form in (("sdxl", "kohya"), ("x-mine", "comfyui"))
     ),
+    _bad(
+        "spec.config.train.stages",
+        [{"lr": 1e-3}, {"steps": 6000}],
+        "spec.config.train.stages[0].steps: required for every stage but the last, which may go on until train.steps",
+        named="spec.config.train.stages",
+    ),
+    *(
+        _bad(
+            "spec.config.train",
+            {"steps": 9000, "stages": [{"steps": a}, {"steps": b}]},
+            f"spec.config.train.stages: {said}",
+        )
+        for a, b, said in (
+            (
+                3000,
+                5000,
+                (
+                    "have 8000 steps in all, but train.steps is 9000; make both the same, or leave steps out of the last "
+                    "stage, which then goes on until train.steps"
+                ),
+            ),
+            (
+                3000,
+                7000,
+                (
+                    "have 10000 steps in all, but train.steps is 9000; make both the same, or leave steps out of the last "
+                    "stage, which then goes on until train.steps"
+                ),
+            ),
+            (
+                9000,
+                None,
+                "take 9000 steps before the last one, which leaves none of train.steps: 9000 for it; set train.steps above 9000",
+            ),
+        )
+    ),
+    _bad(
+        "spec.config.train.stages",
+        [{"steps": 9, "lr_scheduler_params": {"num_cycles": 2}}],
+        "spec.config.train.stages[0].lr_scheduler_params: plays no part without an lr_scheduler of this stage; remove it, or "
+        "set that too",
+        named="spec.config.train.stages",
+    ),
+    _bad(
+        "spec.config.train.stages",
+        [{"steps": 9, "lr_scheduler": "cosine_with_restarts"}],
+        "spec.config.train.stages[0].lr_scheduler_params: 1 cycle never restarts; set num_cycles to 2 or more with "
+        "lr_scheduler cosine_with_restarts, or choose cosine",
+        named="spec.config.train.stages",
+    ),
+    *(
+        _bad(
+            "spec.config.train",
+            {"optimizer": optimizer, "lr": 1.0, "stages": [{"steps": 9} | stage]},
+            f"spec.config.train.stages[0].{said}",
+            named="spec.config.train.stages",
+        )
+        for optimizer, stage, said in (
+            (
+                "prodigy",
+                {"lr": 1e-4},
+                "lr: 0.0001, but with optimizer prodigy it is a factor on the rate that prodigy finds; set it to 1.0",
+            ),
+            (
+                "schedule_free_adamw",
+                {"lr_scheduler": "cosine"},
+                (
+                    "lr_scheduler: cosine, but optimizer schedule_free_adamw averages in place of a schedule; set constant, with "
+                    "a warm-up"
+                ),
+            ),
+        )
+    ),
+    _bad(
+        "spec.config.train.stages",
+        [{"steps": 3000}, {}],
+        "take 3000 steps before the last one, which leaves none of train.steps: 1000 for it; set train.steps above 3000",
+    ),
     _bad("spec.stores.0.endpoint", ABSENT, "required for a store of type s3", profile=True),
     _bad("spec.stores.0.bucket", ABSENT, "required for a store of type s3", profile=True),
     _bad(

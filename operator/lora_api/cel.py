@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_api import cel_objective, cel_optimization
+from lora_api import cel_objective, cel_optimization, cel_order
 from lora_api.archs import CUSTOM_PREFIX, FRAME_STEP, TEXT_ENCODER_ARCHS, UNET_ARCHS, VIDEO_ARCHS, Arch
 from lora_api.cel_rule import Rule, listed
 from lora_api.config import MUTABLE_CONFIG_PATHS, SINGLE_FILE
@@ -197,6 +197,7 @@ JOB_RULES: tuple[Rule, ...] = (
     ),
     *cel_optimization.RULES,
     *cel_objective.RULES,
+    *cel_order.RULES,
 )
 
 PROFILE_RULES: tuple[Rule, ...] = (
@@ -237,6 +238,8 @@ def _immutable(node: Schema, below_spec: Path) -> Iterator[Rule]:
 def _fixed(parent: Path, name: str, kind: str, *, always_there: bool) -> Rule:
     same = f"self.{name} == oldSelf.{name}"
     advice = "what defines the run is fixed once the job exists; create a new job"
+    if (*parent, name) == ("spec", "config", "train", "stages"):
+        same, advice = cel_order.same_stages(), f"{advice}. Only steps of the last stage may change, with train.steps"
     if not always_there:
         same = f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || {same})"
     said = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import Field
 
@@ -26,6 +26,10 @@ STATE_BYTES: dict[Optimizer, float] = {
 adamw8bit keeps two scales of 4 bytes for each block of 256, and matrices below 4096 numbers in fp32. Adafactor keeps a row
 and a column. Measured in tests/trainer/test_optimizers.py.
 """
+
+LrScheduler: TypeAlias = Literal[
+    "constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "one_cycle", "rex"
+]
 
 
 class SchedulerParams(Native):

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from lora_api.base import Document
 from lora_api.config import MUTABLE_CONFIG_PATHS, TrainerConfig
+from lora_api.order import without_its_end
 from lora_api.profile import StoreSpec
 
 Stage = Literal["Initializing", "PreparingData", "Training", "Finalizing"]
@@ -158,6 +159,8 @@ def config_hash(config: TrainerConfig) -> str:
     Defaults are left out, so that a field which a newer version adds does not part running jobs from their checkpoints.
     """
     wire = config.model_dump(mode="json", exclude_defaults=True)
+    if "train" in wire:
+        wire["train"] = without_its_end(wire["train"])
     for path in MUTABLE_CONFIG_PATHS:
         parent = wire
         for key in path[:-1]:

@@ -52,8 +52,16 @@ def can_shrink(train: TrainConfig, times: int) -> bool:
 
 
 def _divisions(train: TrainConfig) -> int:
-    """How often micro-batches can be divided until they hold one sample: the number of prime factors."""
-    size, count = train.batch_size, 0
+    """How often micro-batches can be divided until they hold one sample: the number of prime factors.
+
+    Of a run with stages it is the number of the one that can be divided most often.
+    """
+    sizes = [stage.batch_size or train.batch_size for stage in train.stages]
+    return max(map(_factors, sizes or [train.batch_size]))
+
+
+def _factors(size: int) -> int:
+    count = 0
     while size > 1:
         size, count = piece_size(size, 1), count + 1
     return count

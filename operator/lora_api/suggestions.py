@@ -23,6 +23,9 @@ VALUE_ALIASES = {
 """Other words for a choice; for most of them the nearest spelling would be another choice."""
 
 
+_STAGES = "stages[]."
+
+
 def suggestion(name: str, candidates: Sequence[str]) -> str:
     """`; did you mean ...?`, or nothing when no candidate is near, or two are equally near."""
     return _asked(_renamed(name, candidates) or _near(name, candidates))
@@ -64,10 +67,12 @@ def _near(name: str, candidates: Sequence[str]) -> str | None:
 def _elsewhere(model: type[BaseModel], name: str, root: str) -> str | None:
     """The one path at which a field of that name lies; None when there is none, or more than one.
 
-    A field that refines one of the same name further up (the rank of a rule, below the rank of the network) doesn't count.
+    A field that refines one of the same name further up (the rank of a rule, below the rank of the network), or for a stage,
+    doesn't count.
     """
     wanted = ALIASES.get(name, name)
     found = [path for path in _all_fields(model, root) if path.rpartition(".")[2] == wanted]
+    found = [path for path in found if _STAGES not in path] or found
     folders = [path.removesuffix(wanted) for path in found]
     outermost = [
         p for p, own in zip(found, folders, strict=True) if not any(own != f and own.startswith(f) for f in folders)

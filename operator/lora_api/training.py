@@ -9,7 +9,8 @@ from pydantic import Field
 
 from lora_api.archs import TEXT_ENCODER_ARCHS
 from lora_api.base import Native
-from lora_api.optimization import Optimizer, OptimizerParams, SchedulerParams
+from lora_api.optimization import LrScheduler, Optimizer, OptimizerParams, SchedulerParams
+from lora_api.order import MAX_STAGES, STEPS, StageConfig, total_steps
 
 
 class Precision(StrEnum):
@@ -30,8 +31,17 @@ DELTA_LOSSES: tuple[LossType, ...] = ("huber", "smooth_l1", "pseudo_huber")
 class TrainConfig(Native):
     """The optimisation."""
 
+    stages: tuple[StageConfig, ...] = Field(
+        (),
+        max_length=MAX_STAGES,
+        description="Parts of the run with batches, rates or resolutions of their own, one after the other.",
+    )
     steps: int = Field(
-        1000, ge=1, le=10_000_000, description="Optimizer steps in all. May be raised or lowered while training."
+        default_factory=total_steps,  # no default for the API server to fill in
+        ge=1,
+        le=10_000_000,
+        description="Optimizer steps in all. May be raised or lowered while training. Left out: the sum of the stages, or "
+        f"{STEPS} where there are none.",
     )
     batch_size: int = Field(1, ge=1, le=1024, description="Samples in one forward pass of each process.")
     gradient_accumulation: int = Field(
@@ -50,9 +60,7 @@ class TrainConfig(Native):
     text_encoder_lr: float | None = Field(
         None, gt=0, le=10, description="Learning rate of the text encoder. Left out: `lr`."
     )
-    lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "one_cycle", "rex"] = (
-        Field("constant", description="Learning-rate schedule after warm-up.")
-    )
+    lr_scheduler: LrScheduler = Field("constant", description="Learning-rate schedule after warm-up.")
     lr_scheduler_params: SchedulerParams = Field(SchedulerParams(), description="Shape of the schedule.")
     warmup_steps: int = Field(
         0,

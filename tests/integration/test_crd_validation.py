@@ -168,6 +168,30 @@ def test_what_may_change_while_a_job_runs_can_change(api, path, value):
     assert code == 200, answer
 
 
+STAGES = [{"steps": 3, "batch_size": 2}, {"steps": 6, "lr": 1e-3}]
+
+
+@pytest.mark.parametrize("last", [{"steps": 9, "lr": 1e-3}, {"lr": 1e-3}])
+def test_the_last_stage_may_become_longer(api, last):
+    _, created = create(api, changed(JOB, "spec.config.train", {"stages": STAGES}))
+    train = created["spec"]["config"]["train"] | {"steps": 12, "stages": [STAGES[0], last]}
+    code, answer = update(api, created, "spec.config.train", train)
+    assert code == 200, answer
+
+
+@pytest.mark.parametrize(
+    "stages", [[{"steps": 3}, STAGES[1]], [STAGES[0], {"steps": 6}], [{"steps": 9}], [], [*STAGES, {"steps": 1}]]
+)
+def test_nothing_else_of_the_stages_can_change(api, stages):
+    _, created = create(api, changed(JOB, "spec.config.train", {"stages": STAGES}))
+    code, answer = update(api, created, "spec.config.train.stages", stages)
+    assert code == 422
+    assert (
+        f"spec.config.train.stages: Forbidden: differs from what the job was created with; {ADVICE}"
+        in answer["message"]
+    )
+
+
 def test_what_may_change_must_still_be_right(api):
     _, created = create(api, JOB)
     code, answer = update(api, created, "spec.config.save.max_step_saves", 0)

@@ -146,6 +146,23 @@ def test_epochs_are_told_in_steps(here):
     )
 
 
+STAGES = "train.stages=[{steps: 2, batch_size: 4}, {batch_size: 2}]"
+
+
+def test_epochs_make_the_last_stage_as_long_as_it_has_to_be(here):
+    found = plan(*BASE, "--num_epochs", "10", "--set", STAGES)  # 30 samples, 8 of them in the first stage
+    assert found.run.config.train.steps == 2 + 11
+    assert found.notes[-1] == (
+        "10 epochs of 3 samples are 13 steps: the stages before the last one show 8 samples, and the last shows 2 in each step"
+    )
+
+
+def test_epochs_that_the_first_stages_have_shown_already_are_refused(here):
+    assert "the stages before the last one show 8" in refusal("--num_epochs", "1", "--set", STAGES)
+    fixed = "train.stages=[{steps: 2}, {steps: 3}]"
+    assert refusal("--num_epochs", "1", "--set", fixed).startswith("--num_epochs: the stages have their steps already")
+
+
 def test_epochs_and_steps_exclude_each_other(here):
     assert refusal("--num_epochs", "1", "--steps", "1").startswith("--num_epochs and --steps exclude each other")
 
@@ -319,6 +336,16 @@ def test_settings_that_define_the_run_can_not_change_under_its_checkpoints(here,
     checkpoint(DirectoryStore(Path("out")), 2)
     assert refusal("--rank", "8").startswith("--rank (network.linear): is 8, but the run was begun with 4\n")
     assert config_of("--rank", "4", "--steps", "9", "--lr", "1", "--device", "cpu").train.steps == 9
+
+
+def test_the_last_stage_may_become_longer_under_its_checkpoints_and_no_other(here, monkeypatch):
+    for name in ("LORA_RUN_CONFIG", "LORA_RETENTION", "LORA_COMMAND"):
+        monkeypatch.setenv(name, "")
+    begin(plan(*BASE, "--set", "train.stages=[{steps: 2}, {steps: 3}]"), "train")
+    checkpoint(DirectoryStore(Path("out")), 2)
+    assert config_of("--set", "train.stages=[{steps: 2}, {steps: 9}]").train.steps == 11
+    assert config_of("--set", "train.stages=[{steps: 2}, {}]", "--steps", "7").train.steps == 7
+    assert "(train.stages)" in refusal("--set", "train.stages=[{steps: 3}, {steps: 3}]")
 
 
 def test_a_finished_run_is_opened_again_for_more_steps_only(here):

@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from lora_api.config import TrainerConfig
 from lora_api.training import Precision
 from lora_trainer.control import ControlWatch
+from lora_trainer.course import enter
 from lora_trainer.data.stream import Batches, MicroBatch
 from lora_trainer.errors import NotFiniteError
 from lora_trainer.losses import loss_of
@@ -28,8 +29,8 @@ from lora_trainer.objective import seed_dropout
 from lora_trainer.reporting import Reporter
 from lora_trainer.runtime import Agreement, Group, autocast
 from lora_trainer.saver import Saves, Saving
-from lora_trainer.schedule import learning_rate
 from lora_trainer.settings import Settings
+from lora_trainer.stages import Stage, rate_at, stage_at, stages_of
 from lora_trainer.state import TrainState
 from lora_trainer.stopping import StopRequest
 from lora_trainer.timing import PartTimer
@@ -70,8 +71,9 @@ class Loop:
         reporter: Told about every update.
         control: Newer settings, on rank 0.
         saves: Heard after each agreement: whether the last save went well.
-        pieces: In which each micro-batch of the configuration comes, see `data.stream.Share`.
         after_step: Called with the step after each update: saves and samples when they are due.
+        stages: What changes at which step; those of `config` where they are left out.
+        batches_of: Makes the micro-batches of a stage that begins.
     """
 
     config: TrainerConfig
@@ -85,9 +87,10 @@ class Loop:
     reporter: Reporter
     control: ControlWatch | None = None
     saves: Saves | None = None
-    pieces: int = 1
     after_step: Callable[[int, Settings], None] = lambda step, settings: None  # noqa: ARG005 - does nothing
     timer: PartTimer = field(default_factory=lambda: PartTimer(0))
+    stages: tuple[Stage, ...] = ()
+    batches_of: Callable[[Stage, TrainState], Batches] | None = None
 
     def __post_init__(self) -> None:
         self._parameters: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -96,6 +99,8 @@ class Loop:
         self._apart = [p for p in self._parameters if id(p) not in wrapped]  # text encoders
         self._kind, self._delta = self.config.train.loss_type, self.config.train.huber_delta
         self._dropout = self.config.network.dropout > 0
+        self.stages = self.stages or stages_of(self.config)
+        self.stage = stage_at(self.stages, self.state.step)
 
     def run(self) -> bool:
         """Trains; returns False when it was asked to stop before the last step.
@@ -105,6 +110,8 @@ class Loop:
             BaseException: When the last save failed, or a newer start exists; see `Saves.heard`.
         """
         while self.state.step < self.settings.steps:
+            if self.stage.end is not None and self.state.step >= self.stage.end:
+                self._enter_next_stage()
             begin = time.perf_counter()
             loss, norm = self._accumulate()
             news = self.control is not None and self.control.newer_than(self.settings.generation) is not None
@@ -125,7 +132,7 @@ class Loop:
 
     def _accumulate(self) -> tuple[Tensor, Tensor]:
         """Mean loss and gradient norm over all micro-batches of an iteration, both () fp32 on the device."""
-        count = self.config.train.gradient_accumulation * self.pieces
+        count = self.stage.passes
         losses = []
         for micro in range(count):
             with self.timer.part("data"):
@@ -164,7 +171,7 @@ class Loop:
 
     def _update(self, agreed: Agreement, norm: Tensor, begin: float) -> None:
         train, state = self.config.train, self.state
-        lr = learning_rate(state.step, base=self.settings.lr, steps=self.settings.steps, train=train)
+        lr = rate_at(state.step, self.stage, train, self.settings)
         with self.timer.part("optimizer"):
             if 0 < train.max_grad_norm < agreed.grad_norm:
                 clip_grads_with_norm_(self._parameters, train.max_grad_norm, norm, foreach=True)
@@ -216,6 +223,20 @@ class Loop:
         self.state.good_steps += 1
         if self.state.good_steps >= _SCALE_GROWTH_STEPS:
             self.state.loss_scale, self.state.good_steps = self.state.loss_scale * 2, 0
+
+    def _enter_next_stage(self) -> None:
+        """The batches that were made ahead for the old stage are let go."""
+        assert self.batches_of is not None, "a run with several stages needs the batches of each"
+        stage = self.stage = stage_at(self.stages, self.state.step)
+        enter(stage, self.state)
+        self.batches.close()
+        self.batches = self.batches_of(stage, self.state)
+        self.reporter.enter_stage(stage)
+        rate = rate_at(self.state.step, stage, self.config.train, self.settings)
+        log.info(
+            "%s begins after step %d: batch %d x accumulation %d, lr %g",
+            stage.name, self.state.step, stage.batch_size, stage.accumulation, rate,
+        )  # fmt: skip
 
     def _take_over(self) -> None:
         """Every rank takes over rank 0's newest control document."""

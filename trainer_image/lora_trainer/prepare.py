@@ -27,6 +27,7 @@ from lora_trainer.memory.measure import MemoryWatch
 from lora_trainer.objective import take_noise_settings
 from lora_trainer.reporting import Reporter
 from lora_trainer.runtime import TORCH_DTYPE, Group
+from lora_trainer.stages import Datasets, stages_of, views_of
 from lora_trainer.stopping import StopRequest
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Prepared:
     model: BaseModel
     adapter: Trainable
     samples: list[Sample]
+    views: dict[Datasets, range]  # where those of each way to train the datasets lie in it
     cache: TensorCache
     data_digest: str
     prompts: tuple[str, ...]
@@ -106,7 +108,7 @@ class Preparation:
     def _prepare(self) -> Prepared:
         config = self.run.config
         family = _family(config.model.arch)
-        model_folder, samples = self._first_on_each_node(family)
+        model_folder, samples, views = self._first_on_each_node(family)
         memory = MemoryWatch(self.device)
         if self.environment.leads:
             memory.expect(config, model_folder, config.train.dtype)
@@ -120,7 +122,7 @@ class Preparation:
         self._save_memory(model)
         conditions = [cache.load(text_key(prompt, model.text_identity)) for prompt in prompts]
         negative = cache.load(text_key("", model.text_identity)) if prompts else None
-        return Prepared(model, adapter, samples, cache, digest(samples), prompts, conditions, negative, memory)
+        return Prepared(model, adapter, samples, views, cache, digest(samples), prompts, conditions, negative, memory)
 
     def _load(self, family: Family, folder: Path) -> BaseModel:
         train = self.run.config.train
@@ -137,8 +139,8 @@ class Preparation:
             raise ConfigurationError(f"config.{error}") from error
         return model
 
-    def _first_on_each_node(self, family: Family) -> tuple[Path, list[Sample]]:
-        """Model folder and samples; one process of each node downloads and reads, the others find its work done."""
+    def _first_on_each_node(self, family: Family) -> tuple[Path, list[Sample], dict[Datasets, range]]:
+        """Model folder, samples and their views; one process of each node downloads and reads, the others find its work done."""
         leads = self.environment.local_rank == 0
         if not leads:
             self.group.wait(self.stop.check)
@@ -151,17 +153,22 @@ class Preparation:
             for n, each in enumerate(datasets)
         ]
         prints = Fingerprints(self.environment.cache_folder / "fingerprints.json")
-        samples = plan_samples(
-            list(zip(folders, datasets, strict=True)),
-            trigger=self.run.config.trigger_word,
-            multiple=family.size_multiple,
-            prints=prints,
-            report=self._say,
-        )
+        samples: list[Sample] = []
+        views: dict[Datasets, range] = {}
+        for view in views_of(stages_of(self.run.config)):
+            found = plan_samples(
+                list(zip(folders, view, strict=True)),
+                trigger=self.run.config.trigger_word,
+                multiple=family.size_multiple,
+                prints=prints,
+                report=self._say,
+            )
+            views[view] = range(len(samples), len(samples) + len(found))
+            samples += found
         if leads:
             prints.save()
             self.group.wait(self.stop.check)
-        return model_folder, samples
+        return model_folder, samples, views
 
     @cached_property
     def _sources(self) -> Sources:

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lora_api import layout
-from lora_api.run import ExitWord, Progress, RejectedCheckpoint, Stage
+from lora_api.run import ExitWord, Progress, RejectedCheckpoint
+from lora_api.run import Stage as LifeStage
 from lora_api.store import Store, StoreError
 from lora_trainer import clock
 from lora_trainer.errors import FencedError
 from lora_trainer.fence import Fence
+from lora_trainer.stages import Stage, samples_by, steps_left
 from lora_trainer.startup import Phases, describe
 
 log = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ _MOST_LINES = 20_000
 class Snapshot:
     """The numbers of a run as they stand. Written by the main thread, read by the reporter's."""
 
-    stage: Stage = "Initializing"
+    stage: LifeStage = "Initializing"
     detail: str = ""
     step: int = 0
     steps: int = 0
@@ -42,6 +44,9 @@ class Snapshot:
     grad_norm: float | None = None
     step_seconds: float | None = None
     samples_per_step: int = 1
+    stages: tuple[Stage, ...] = ()
+    course: str = ""  # which of the run's stages this is
+    world_size: int = 1
     resumed_from_step: int | None = None
     lost_steps: int = 0
     save_seconds: float | None = None
@@ -57,8 +62,16 @@ class Snapshot:
 
     @property
     def eta_seconds(self) -> float | None:
-        """Time that the remaining steps take at this speed."""
-        return max(0, self.steps - self.step) * self.step_seconds if self.step_seconds else None
+        """Time that the remaining steps take at this speed, each by what it costs in its stage."""
+        if not self.step_seconds:
+            return None
+        left = steps_left(self.stages, self.step, self.steps) if self.stages else max(0, self.steps - self.step)
+        return left * self.step_seconds
+
+    @property
+    def samples(self) -> int:
+        """Samples trained so far."""
+        return samples_by(self.stages, self.step, self.world_size) if self.stages else self.step * self.samples_per_step
 
 
 class View(Protocol):
@@ -100,6 +113,7 @@ class Reporter:
     phases: Phases = field(default_factory=lambda: Phases(clock.seconds()))
     _lines: list[str] = field(default_factory=list)
     _updates: int = 0
+    _timed: int = 0  # updates since the speed is measured
     _unwritten_lines: bool = False
     _lines_due: bool = False
     _store_fails: bool = False
@@ -114,12 +128,32 @@ class Reporter:
         self._thread = threading.Thread(target=self._report, name="reporter", daemon=True)
         self._thread.start()
 
-    def enter(self, stage: Stage, detail: str = "") -> None:
+    def enter(self, stage: LifeStage, detail: str = "") -> None:
         """A new stage begins; told at once."""
         self.now.stage, self.now.detail = stage, detail
         self.advanced()
         self.phases.enter(detail or stage, clock.seconds())
         self._wake.set()
+
+    def take_stages(self, stages: tuple[Stage, ...], stage: Stage, world_size: int) -> None:
+        """What the run consists of, and where it is."""
+        self.now.stages, self.now.world_size = stages, world_size
+        self._take_stage(stage)
+
+    def enter_stage(self, stage: Stage) -> None:
+        """Another stage begins: its steps are expected to take as much longer as there is more to do in them."""
+        if self.now.step_seconds and self.now.stages:
+            self.now.step_seconds *= stage.work / self.now.stages[stage.number - 1].work
+        self._timed = 0  # and are measured anew
+        self._take_stage(stage)
+        self.line(
+            step=self.now.step, stage=stage.number + 1, stages=stage.count, batch_size=stage.batch_size,
+            gradient_accumulation=stage.accumulation, samples_per_step=self.now.samples_per_step,
+        )  # fmt: skip
+
+    def _take_stage(self, stage: Stage) -> None:
+        self.now.samples_per_step = stage.batch_size * stage.accumulation * self.now.world_size
+        self.now.course = stage.name
 
     def detail(self, text: str) -> None:
         """What is being done, for people."""
@@ -144,17 +178,19 @@ class Reporter:
     def stepped(self, *, step: int, loss: float, lr: float, grad_norm: float, seconds: float) -> None:
         """One update was done."""
         now = self.now
-        self._updates += 1
         self.advanced()
+        self._updates, self._timed = self._updates + 1, self._timed + 1
         startup = self._startup() if self._updates == 1 else {}
-        share = max(_SMOOTHING, 1.0 / self._updates)
+        share, share_of_time = max(_SMOOTHING, 1.0 / self._updates), max(_SMOOTHING, 1.0 / self._timed)
         now.step, now.learning_rate, now.grad_norm = step, lr, grad_norm
         now.loss = loss if now.loss is None else (1 - share) * now.loss + share * loss
-        now.step_seconds = seconds if now.step_seconds is None else (1 - share) * now.step_seconds + share * seconds
+        if now.step_seconds is None:
+            now.step_seconds = seconds
+        now.step_seconds = (1 - share_of_time) * now.step_seconds + share_of_time * seconds
         if self.store is not None and step % max(1, now.steps // _MOST_LINES) == 0:
             self.line(
                 step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=seconds,
-                samples=step * now.samples_per_step, **startup,
+                samples=now.samples, **startup,
             )  # fmt: skip
 
     def _startup(self) -> dict[str, dict[str, float]]:
@@ -207,7 +243,7 @@ class Reporter:
             save_seconds=now.save_seconds,
             rejected=now.rejected,
             nonfinite_steps=now.nonfinite_steps,
-            detail=now.detail,
+            detail=now.detail or (now.course if now.stage == "Training" else ""),
             updated_at=clock.now(),
             advanced_at=self._advanced_at,
             exit=word,

@@ -7,21 +7,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lora_api.run import CheckpointManifest, RunConfig, config_hash
-from lora_api.shrink import piece_size
 from lora_api.store import Store
 from lora_api.stores import Credentials
 from lora_trainer import checkpoint, clock
 from lora_trainer.beginning import Beginning
 from lora_trainer.checkpoint import Checkpoint
 from lora_trainer.control import ControlWatch
-from lora_trainer.data.sampler import BatchOrder
-from lora_trainer.data.stream import Batches, BatchMaker, SampleReader, Share, batches_ahead
+from lora_trainer.course import Course, enter
 from lora_trainer.errors import CheckpointIntegrityError, TransientError
 from lora_trainer.export import portable_files
 from lora_trainer.fence import Fence
 from lora_trainer.finalize import finish, put_samples
 from lora_trainer.loop import Loop
-from lora_trainer.objective import Objective
 from lora_trainer.prepare import Preparation
 from lora_trainer.retention import remove_old_checkpoints
 from lora_trainer.retry import place
@@ -29,6 +26,7 @@ from lora_trainer.runtime import Group, synchronise
 from lora_trainer.sampling import each_pass
 from lora_trainer.saver import Saver, Saves, Snapshot
 from lora_trainer.settings import Settings
+from lora_trainer.stages import stage_at, stages_of
 from lora_trainer.state import TrainState, build_optimizer, finished, snapshot, unpack
 from lora_trainer.stopping import Stopped
 from lora_trainer.tensorfile import HostBuffers, TensorFile
@@ -137,34 +135,27 @@ class Session:
 
     def _loop(self) -> bool:
         config, reporter, model = self.run.config, self.start.reporter, self.prepared.model
-        train = config.train
-        share = Share(
-            train.batch_size, train.gradient_accumulation, self.group.rank, self.group.world_size,
-            pieces=train.batch_size // piece_size(train.batch_size, self.run.shrunk),
-        )  # fmt: skip
-        order = BatchOrder([s.group for s in self.prepared.samples], share.global_batch, config.train.seed)
-        maker = BatchMaker(
-            SampleReader(self.prepared.samples, model, self.prepared.cache), order, model, share,
-            Objective.of(config.train, model),
-        )  # fmt: skip
+        stages = stages_of(config, self.run.shrunk)
+        course = Course(self.prepared, config.train, self.group)
         model.forward_module = self.group.wrap(model.denoiser)
-        reporter.now.samples_per_step = share.samples_per_step
+        stage = stage_at(stages, self.state.step)
+        enter(stage, self.state)
+        reporter.take_stages(stages, stage, self.group.world_size)
         reporter.enter("Training")
-        batches = Batches(maker.make, self.state.iteration, share.passes, batches_ahead(self.group.device))
         control = ControlWatch(reporter.store) if self.fence is not None and reporter.store is not None else None
         if control is not None:
             control.start()
+        loop = Loop(
+            config=config, settings=self.settings, state=self.state, model=model, optimizer=self.optimizer,
+            batches=course.batches(stage, self.state), batches_of=course.batches, stages=stages, group=self.group,
+            stop=self.start.stop, reporter=reporter, control=control, saves=self.saves, after_step=self._after_step,
+            timer=PartTimer(config.performance_log_every, lambda: synchronise(self.group.device)),
+        )  # fmt: skip
         try:
-            loop = Loop(
-                config=config, settings=self.settings, state=self.state, model=model, optimizer=self.optimizer,
-                batches=batches, group=self.group, stop=self.start.stop, reporter=reporter, control=control,
-                saves=self.saves, pieces=share.pieces, after_step=self._after_step,
-                timer=PartTimer(config.performance_log_every, lambda: synchronise(self.group.device)),
-            )  # fmt: skip
             done = loop.run()
             self.settings = loop.settings
         finally:
-            batches.close()
+            loop.batches.close()
             if control is not None:
                 control.close()
         return done

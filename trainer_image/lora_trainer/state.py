@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["TrainState", "build_optimizer", "finished", "pack", "snapshot", "unpack"]
 
 _VERSION = 1
+_ADDED = ("stage", "stage_iteration")  # older checkpoints lack them; they are of runs with one stage
 
 
 @dataclass
@@ -32,6 +33,8 @@ class TrainState:
     nonfinite_in_a_row: int = 0
     loss_scale: float = 65536.0  # fp16 only
     good_steps: int = 0  # fp16 only: updates since the scale last changed
+    stage: int = 0  # see stages
+    stage_iteration: int = 0  # the iteration in which that stage began
 
 
 Files = dict[str, TensorFile | bytes]
@@ -102,4 +105,6 @@ def unpack(files: Mapping[str, bytes], adapter: Trainable, optimizer: torch.opti
     load_state(optimizer, OptimizerState(load(files[OPTIMIZER]), **facts))
     for group, scale in zip(optimizer.param_groups, counters["lr_scales"], strict=True):
         group["lr_scale"] = scale  # relative to the rate the run began with, whatever `train.lr` says by now
-    return TrainState(**{name: counters[name] for name in asdict(TrainState())})
+    return TrainState(
+        **{name: counters.get(name, 0) if name in _ADDED else counters[name] for name in asdict(TrainState())}
+    )

@@ -65,7 +65,7 @@ class Bar:
 
     def show(self, now: Snapshot) -> None:
         """See `reporting.View`."""
-        numbers = now.detail if now.stage != "Training" else _numbers(now)
+        numbers = now.detail if now.stage != "Training" else f"{now.course}  {_numbers(now)}".lstrip()
         self._progress.update(self._task, completed=now.step, total=now.steps, stage=now.stage, numbers=numbers)
 
     def close(self, now: Snapshot) -> None:
@@ -83,7 +83,8 @@ def describe(now: Snapshot) -> str:
     """One line about a run, such as `step 120/9000  loss 0.4321  lr 1.0e-04  2.10 it/s  ETA 1:10:20`."""
     if now.stage != "Training":
         return f"{now.stage}: {now.detail}" if now.detail else now.stage
-    return f"step {now.step}/{now.steps}  {_numbers(now)}".rstrip()
+    course = f"  {now.course}" if now.course else ""
+    return f"step {now.step}/{now.steps}{course}  {_numbers(now)}".rstrip()
 
 
 def _numbers(now: Snapshot) -> str:

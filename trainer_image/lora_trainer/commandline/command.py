@@ -51,6 +51,8 @@ def plan_run(given: argparse.Namespace, variables: Mapping[str, str]) -> Plan:
     _require(found)
     found.raw = with_folders_of(found.raw, Path.cwd())  # the same command from another folder is the same run
     notes += _detect_arch(found)
+    if given.num_epochs is not None:
+        epochs.make_room(found)
     config = found.check()
     _refuse_missing_folders(config, found)
     if given.num_epochs is not None:

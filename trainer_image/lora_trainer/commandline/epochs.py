@@ -9,9 +9,13 @@ from pathlib import Path
 from lora_api.config import TrainerConfig
 from lora_api.datasets import DatasetConfig
 from lora_api.exit_codes import ExitCode
+from lora_trainer.commandline.assemble import Draft
 from lora_trainer.commandline.refusal import Refusal
 from lora_trainer.data.scan import scan
 from lora_trainer.errors import DataError
+from lora_trainer.stages import stages_of
+
+_MOST_STEPS = 10_000_000
 
 
 def count_samples(datasets: Sequence[DatasetConfig]) -> int:
@@ -33,12 +37,53 @@ def count_samples(datasets: Sequence[DatasetConfig]) -> int:
     return total
 
 
+def make_room(found: Draft) -> None:
+    """Lets the last stage go on for as many epochs as are asked for, however long the stages before it are.
+
+    Raises:
+        Refusal: When the last stage has steps of its own, which leaves nothing for epochs to say.
+    """
+    train = found.raw.get("train")
+    stages = train.get("stages") if isinstance(train, dict) else None
+    if not isinstance(stages, list) or not stages:
+        return
+    if isinstance(stages[-1], dict) and stages[-1].get("steps") is not None:
+        raise Refusal(
+            "--num_epochs: the stages have their steps already; leave steps out of the last one, which then goes on for as many "
+            "epochs, or remove the flag"
+        )
+    found.put("train.steps", _MOST_STEPS, "--num_epochs")
+
+
 def steps_of(epochs: int, samples: int, config: TrainerConfig, processes: int) -> tuple[int, str]:
-    """Optimizer steps that show every sample `epochs` times, and the sum in words."""
-    train = config.train
-    per_step = train.batch_size * train.gradient_accumulation * processes
-    steps = math.ceil(epochs * samples / per_step)
+    """Optimizer steps that show as many samples as `epochs` hold, and the sum in words.
+
+    Args:
+        epochs: How often each sample is seen.
+        samples: Of one epoch.
+        config: Stages before the last have lengths of their own; the last one shows what is left.
+        processes: Ranks.
+
+    Raises:
+        Refusal: When the stages before the last show all of them.
+    """
+    *before, last = stages_of(config)
+    shown = (
+        sum(((stage.end or 0) - stage.begin) * stage.batch_size * stage.accumulation for stage in before) * processes
+    )
+    left, per_step = epochs * samples - shown, last.batch_size * last.accumulation * processes
+    if left <= 0:
+        raise Refusal(
+            f"--num_epochs: {epochs} epochs are {epochs * samples} samples, but the stages before the last one show {shown}; "
+            "ask for more epochs, or make these stages shorter"
+        )
+    steps = last.begin + math.ceil(left / per_step)
+    if before:
+        return steps, (
+            f"{epochs} epochs of {samples} samples are {steps} steps: the stages before the last one show {shown} samples, and "
+            f"the last shows {per_step} in each step"
+        )
     return steps, (
         f"{epochs} epochs of {samples} samples, {per_step} in each step, are {steps} steps "
-        f"(batch {train.batch_size} x accumulation {train.gradient_accumulation} x processes {processes})"
+        f"(batch {last.batch_size} x accumulation {last.accumulation} x processes {processes})"
     )

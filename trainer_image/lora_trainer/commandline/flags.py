@@ -237,7 +237,7 @@ def _metavar(name: str, field: FieldInfo) -> str:
 
 def shown_default(field: FieldInfo) -> str:
     """The default as people write it."""
-    value = field.default
+    value = field.get_default(call_default_factory=True, validated_data={})
     if value is None or value == ():
         return "none"
     if isinstance(value, list | tuple):

@@ -11,6 +11,7 @@ from lora_api import layout
 from lora_api.config import MUTABLE_CONFIG_PATHS
 from lora_api.exit_codes import ExitCode
 from lora_api.names import base_name
+from lora_api.order import without_its_end
 from lora_api.run import FinalManifest, RunConfig, RunFile
 from lora_api.shrink import passes
 from lora_api.store import StoreError
@@ -106,17 +107,22 @@ def refuse_other_settings(folder: Path, run: RunConfig, flag_of: dict[str, str])
     if raw is None or not any(layout.is_checkpoint_manifest(item.key) for item in store.list(layout.CHECKPOINTS)):
         return
     try:
-        before = RunConfig.model_validate_json(raw).config.model_dump(mode="json")
+        before = _what_defines(RunConfig.model_validate_json(raw))
     except ValueError:
         return  # the trainer compares hashes and will say so
     found = [
         f"{flag_of.get('.'.join(path), 'setting')} ({'.'.join(path)}): is {short(now)}, but the run was begun with {short(was)}"
-        for path, was, now in _differences(before, run.config.model_dump(mode="json"))
+        for path, was, now in _differences(before, _what_defines(run))
         if not any(path[: len(free)] == free for free in _FREE)
     ]
     if found:
         hint = f"{folder} has checkpoints of these settings: keep them, or choose another --output_dir"
         raise Refusal("\n".join([*found, hint]))
+
+
+def _what_defines(run: RunConfig) -> dict[str, Any]:
+    wire = run.config.model_dump(mode="json")
+    return wire | {"train": without_its_end(wire["train"])}
 
 
 def _differences(was: Any, now: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:

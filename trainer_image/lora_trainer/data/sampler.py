@@ -29,13 +29,14 @@ class BatchOrder:
         buckets: The bucket of each sample; sample numbers are positions in it.
         batch_size: Samples in a global batch: those of one forward pass over all ranks.
         seed: `train.seed`.
+        first: Number of the first sample.
     """
 
-    def __init__(self, buckets: Sequence[Hashable], batch_size: int, seed: int) -> None:
+    def __init__(self, buckets: Sequence[Hashable], batch_size: int, seed: int, first: int = 0) -> None:
         if not buckets or batch_size < 1:
             raise ValueError(f"{len(buckets)} samples in batches of {batch_size} can't be ordered")
         by_bucket: dict[Hashable, list[int]] = {}
-        for sample, bucket in enumerate(buckets):
+        for sample, bucket in enumerate(buckets, first):
             by_bucket.setdefault(bucket, []).append(sample)
         self._streams = list(by_bucket.values())
         self._size = batch_size

@@ -123,9 +123,12 @@ class BatchMaker:
         model: BaseModel,
         share: Share,
         objective: Objective,
+        *,
+        first_iteration: int = 0,
     ) -> None:
         self._reader, self._order, self._model, self._share = reader, order, model, share
         self._objective = objective
+        self._first_iteration = first_iteration  # of the stage: its order begins there
 
     @torch.no_grad()
     def make(self, iteration: int, micro: int) -> MicroBatch:
@@ -135,7 +138,7 @@ class BatchMaker:
         """
         share, model = self._share, self._model
         batch, piece = divmod(micro, share.pieces)
-        numbers = self._order.batch(iteration * share.accumulation + batch)
+        numbers = self._order.batch((iteration - self._first_iteration) * share.accumulation + batch)
         size = share.batch_size // share.pieces
         begin = share.rank * share.batch_size + piece * size
         first, mine = batch * share.global_batch + begin, numbers[begin : begin + size]

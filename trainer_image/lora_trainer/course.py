@@ -1,0 +1,60 @@
+"""From stages to batches: each stage has an order of its own over the samples that were made for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lora_api.training import TrainConfig
+from lora_trainer.data.sampler import BatchOrder, mix
+from lora_trainer.data.stream import Batches, BatchMaker, SampleReader, Share, batches_ahead
+from lora_trainer.objective import Objective
+from lora_trainer.runtime import Group
+from lora_trainer.stages import Stage
+
+if TYPE_CHECKING:
+    from lora_trainer.prepare import Prepared
+    from lora_trainer.state import TrainState
+
+_STAGE = 5  # see `objective`, which uses 3 and 4
+
+
+class Course:
+    """Makes the batches of any stage.
+
+    Args:
+        prepared: Samples with their views, base model and cache.
+        train: What defines the run.
+        group: All ranks.
+    """
+
+    def __init__(self, prepared: Prepared, train: TrainConfig, group: Group) -> None:
+        self._samples, self._views, self._model = prepared.samples, prepared.views, prepared.model
+        self._train, self._group = train, group
+        self._reader = SampleReader(prepared.samples, prepared.model, prepared.cache)
+
+    def batches(self, stage: Stage, state: TrainState) -> Batches:
+        """The micro-batches from the state's iteration on.
+
+        Args:
+            stage: The present one.
+            state: Says where it began and where it is.
+        """
+        share = Share(
+            stage.batch_size, stage.accumulation, self._group.rank, self._group.world_size, pieces=stage.pieces
+        )
+        place = self._views[stage.datasets]
+        seed = self._train.seed if stage.number == 0 else mix(self._train.seed, _STAGE, stage.number)
+        order = BatchOrder([self._samples[n].group for n in place], share.global_batch, seed, first=place.start)
+        maker = BatchMaker(
+            self._reader, order, self._model, share, Objective.of(self._train, self._model),
+            first_iteration=state.stage_iteration,
+        )  # fmt: skip
+        return Batches(maker.make, state.iteration, share.passes, batches_ahead(self._model.device))
+
+
+def enter(stage: Stage, state: TrainState) -> bool:
+    """Makes the stage the present one in the counters; returns whether it was another one."""
+    if state.stage == stage.number:
+        return False
+    state.stage, state.stage_iteration = stage.number, state.iteration
+    return True
