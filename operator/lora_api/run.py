@@ -107,6 +107,7 @@ class Control(Document):
     save_every: int
     max_step_saves: int
     sample: dict[str, Any] = {}
+    save: dict[str, Any] = {}  # the whole block; older writers leave it out
 
 
 class FileEntry(Document):

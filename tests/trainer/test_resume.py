@@ -165,7 +165,8 @@ def test_steps_and_rate_changed_by_control_hold_from_the_next_step_on_and_across
     assert broken.run() == ExitCode.DONE
     assert same_training(whole, broken)
     state = json.loads(broken.newest()[checkpoint.STATE])
-    assert state["control"] == {"generation": 2, "steps": 10, "lr": 1e-2, "save_every": 4}
+    found = {name: state["control"][name] for name in ("generation", "steps", "lr", "save_every", "max_step_saves")}
+    assert found == {"generation": 2, "steps": 10, "lr": 1e-2, "save_every": 4, "max_step_saves": 2}
 
 
 def test_the_crash_used_here_is_a_plain_failure(job):

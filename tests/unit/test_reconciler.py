@@ -223,12 +223,13 @@ async def test_control_is_written_only_when_it_differs_and_follows_the_spec() ->
     await world.tick()
     assert puts() == 1, "runPolicy is none of the trainer's business"
     world.edit(lambda job: job["spec"]["config"]["train"].update(steps=400, lr=2e-5))
-    world.edit(lambda job: job["spec"]["config"]["save"].update(save_every=10))
+    world.edit(lambda job: job["spec"]["config"]["save"].update(save_every=10, formats=["kohya"]))
     world.edit(lambda job: job["spec"]["config"].update(sample={"prompts": ["a [trigger]"], "width": 256}))
     await world.tick()
     assert puts() == 2
     assert (control().steps, control().lr, control().save_every) == (400, 2e-5, 10)
     assert control().sample["prompts"] == ["a [trigger]"]
+    assert control().save["formats"] == ["kohya"]
     assert control().generation == 5
     await world.tick()
     assert puts() == 2

@@ -6,13 +6,15 @@ import logging
 from dataclasses import dataclass
 
 from lora_api import layout
-from lora_api.run import FinalManifest, Progress, RejectedCheckpoint, RunConfig, RunFile, config_hash
+from lora_api.config import TrainerConfig
+from lora_api.run import Control, FinalManifest, Progress, RejectedCheckpoint, RunConfig, RunFile, config_hash
 from lora_api.store import Store
-from lora_trainer import checkpoint, clock
+from lora_trainer import checkpoint, clock, history
 from lora_trainer.checkpoint import Checkpoint
 from lora_trainer.control import read_control
 from lora_trainer.errors import ConfigurationError
 from lora_trainer.fence import Fence
+from lora_trainer.history import Change
 from lora_trainer.retry import place
 from lora_trainer.settings import Settings
 
@@ -30,6 +32,7 @@ class Beginning:
     step: int = 0
     lost_steps: int = 0
     rejected: tuple[RejectedCheckpoint, ...] = ()
+    planned: tuple[Change, ...] = ()  # changes that an earlier start made after the checkpoint's step
 
 
 def begin(store: Store, run: RunConfig) -> tuple[Beginning, Fence | None, Checkpoint | None]:
@@ -40,13 +43,13 @@ def begin(store: Store, run: RunConfig) -> tuple[Beginning, Fence | None, Checkp
         CheckpointIntegrityError: When no committed checkpoint can be trusted.
         StoreError: When the store can't be used.
     """
-    settings = Settings.of(run.config, read_control(store))
+    control = read_control(store)
     owner = read_run_file(store)
     check_owner(owner, run, store.location)
     final = _final(store)
     if final is not None and final.uid == run.uid:
         log.info("%s exists: the job finished at step %d", place(store, layout.FINAL_MANIFEST), final.step)
-        return Beginning(final.start, settings, final.step), None, None
+        return Beginning(final.start, Settings.of(run.config, control), final.step), None, None
     fence = Fence.raise_up(store, run.attempt)
     if owner is None or owner.uid != run.uid:
         write_run_file(store, run)
@@ -55,6 +58,7 @@ def begin(store: Store, run: RunConfig) -> tuple[Beginning, Fence | None, Checkp
     if newest is not None:
         check_config(newest, run)
     step = newest.manifest.step if newest else 0
+    settings, planned = _settings(store, run.config, control, newest)
     beginning = Beginning(
         start=fence.claim.start,
         settings=settings,
@@ -63,8 +67,20 @@ def begin(store: Store, run: RunConfig) -> tuple[Beginning, Fence | None, Checkp
         step=step,
         lost_steps=lost_steps(_progress(store), step),
         rejected=rejected,
+        planned=planned,
     )
     return beginning, fence, newest
+
+
+def _settings(
+    store: Store, config: TrainerConfig, control: Control | None, newest: Checkpoint | None
+) -> tuple[Settings, tuple[Change, ...]]:
+    """What to go on with, and what changes again later; metric lines are read only where a change may be among them."""
+    recorded = history.recorded_control(newest.files[checkpoint.STATE], config) if newest else None
+    if control is None or recorded is None or newest is None or recorded.generation >= control.generation:
+        return Settings.of(config, control), ()
+    changes = history.changes_in(history.read_lines(store))
+    return history.settings_at(config, control, recorded, changes, newest.manifest.step)
 
 
 def check_owner(owner: RunFile | None, run: RunConfig, location: str) -> None:

@@ -89,7 +89,7 @@ def finish(
         folder = Path(scratch)
         report("exporting the adapter")
         facts = facts_of(prepared, run, step)
-        save = run.config.save
+        save = settings.save
         adapter = export_final(
             prepared.model,
             prepared.adapter,
@@ -100,7 +100,7 @@ def finish(
             weights_bin=save.weights_bin,
         )
         exported = sorted(path for path in folder.rglob("*") if path.is_file())
-        (folder / "config.json").write_text(run.config.model_dump_json(indent=1))
+        (folder / "config.json").write_text(settings.config.model_dump_json(indent=1))
         (folder / "metadata.yaml").write_text(
             yaml.safe_dump(facts | {"memory_gib": prepared.memory.facts()}, sort_keys=False, allow_unicode=True)
         )

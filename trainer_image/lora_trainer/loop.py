@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lora_api.config import TrainerConfig
+from lora_api.run import Control
 from lora_api.training import Precision
 from lora_trainer.control import ControlWatch
 from lora_trainer.course import enter
 from lora_trainer.data.stream import Batches, MicroBatch
 from lora_trainer.errors import NotFiniteError
+from lora_trainer.history import Change
 from lora_trainer.losses import loss_of
 from lora_trainer.objective import seed_dropout
 from lora_trainer.reporting import Reporter
@@ -70,6 +72,7 @@ class Loop:
         stop: Set by signals.
         reporter: Told about every update.
         control: Newer settings, on rank 0.
+        planned: Changes that come again at the steps at which an earlier start made them.
         saves: Heard after each agreement: whether the last save went well.
         after_step: Called with the step after each update: saves and samples when they are due.
         stages: What changes at which step; those of `config` where they are left out.
@@ -86,6 +89,7 @@ class Loop:
     stop: StopRequest
     reporter: Reporter
     control: ControlWatch | None = None
+    planned: tuple[Change, ...] = ()
     saves: Saves | None = None
     after_step: Callable[[int, Settings], None] = lambda step, settings: None  # noqa: ARG005 - does nothing
     timer: PartTimer = field(default_factory=lambda: PartTimer(0))
@@ -114,7 +118,7 @@ class Loop:
                 self._enter_next_stage()
             begin = time.perf_counter()
             loss, norm = self._accumulate()
-            news = self.control is not None and self.control.newer_than(self.settings.generation) is not None
+            news = self._news() is not None
             with self.timer.part("agree"):
                 saving = self.saves.state if self.saves is not None else 0
                 agreed = self.group.agree(loss, norm, stop=self.stop.requested, news=news, saving=saving)
@@ -125,7 +129,10 @@ class Loop:
             else:
                 self._skip(agreed)
             if agreed.news:
-                self._take_over()
+                self._take_over(self.group.broadcast(self._news()))
+            else:
+                for change in [each for each in self.planned if self.state.step >= each.step]:
+                    self._take_over(change.control)
             if agreed.stop or (self.group.world_size == 1 and self.stop.requested):
                 return False
         return True
@@ -238,13 +245,18 @@ class Loop:
             stage.name, self.state.step, stage.batch_size, stage.accumulation, rate,
         )  # fmt: skip
 
-    def _take_over(self) -> None:
-        """Every rank takes over rank 0's newest control document."""
-        newest = self.control.newer_than(self.settings.generation) if self.control is not None else None
-        document = self.group.broadcast(newest)
+    def _news(self) -> Control | None:
+        """On rank 0, a control document that is newer than all that is in force or planned."""
+        known = self.planned[-1].control.generation if self.planned else self.settings.generation
+        return self.control.newer_than(known) if self.control is not None else None
+
+    def _take_over(self, document: Control) -> None:
+        """The same document on every rank, at the end of the same iteration."""
         self.settings = self.settings.taking(document)
+        self.planned = tuple(each for each in self.planned if each.control.generation > document.generation)
         self.reporter.now.steps = self.settings.steps
         self.reporter.line(step=self.state.step, control=document.model_dump(mode="json", by_alias=True))
+        self.reporter.write_soon()  # a start after this one has to know it
         log.info(
             "from step %d on: steps %d, lr %g, save_every %d (generation %d)",
             self.state.step, self.settings.steps, self.settings.lr, self.settings.save_every, self.settings.generation,

@@ -74,6 +74,7 @@ class Preparation:
         group: All ranks.
         reporter: Told what is being done.
         stop: Checked between pictures.
+        sample_prompts: Of the settings in force.
         fresh: Whether training begins here; False where a checkpoint will replace the start values.
     """
 
@@ -84,6 +85,7 @@ class Preparation:
     group: Group
     reporter: Reporter
     stop: StopRequest
+    sample_prompts: tuple[str, ...] = ()
     fresh: bool = True
 
     def prepare(self) -> Prepared:
@@ -114,7 +116,7 @@ class Preparation:
             memory.expect(config, model_folder, config.train.dtype)
         model = self._load(family, model_folder)
         self._take_assistant(family, model)
-        prompts = tuple(fill_trigger(prompt, config.trigger_word) for prompt in config.sample.prompts)
+        prompts = tuple(fill_trigger(prompt, config.trigger_word) for prompt in self.sample_prompts)
         cache = TensorCache(self.environment.cache_folder / "tensors")
         self._encode(samples, prompts, model, cache)
         self._say("adding the adapter")

@@ -201,7 +201,11 @@ class Reporter:
         return {"startup_seconds": seconds}
 
     def committed(self) -> None:
-        """A checkpoint was committed: lines up to it are written with the next heartbeat, which comes now."""
+        """A checkpoint was committed."""
+        self.write_soon()
+
+    def write_soon(self) -> None:
+        """Metric lines are written with the next heartbeat, which comes now."""
         self._lines_due = True
         self._wake.set()
 

@@ -25,6 +25,7 @@ from lora_trainer.runtime import Group
 
 log = logging.getLogger(__name__)
 
+WORTH_SAYING_SECONDS = 1.0
 Contents = Mapping[str, bytes | memoryview]
 
 
@@ -128,7 +129,6 @@ class Saves:
     stall_seconds: float = 0.0  # that training stood still for saving
     taken_step: int = field(init=False)  # of the newest snapshot, committed or not
     _busy: bool = False  # as far as all ranks know
-    _has_waited: bool = False
 
     def __post_init__(self) -> None:
         self.taken_step = self.committed_step
@@ -193,14 +193,15 @@ class Saves:
             log.warning("the newest checkpoint was not committed: %s", self.saver.failure)
 
     def _await_the_one_before(self, step: int) -> None:
-        if self.saver is not None and not self._has_waited:
-            self._has_waited = True
-            log.warning(
-                "step %d is to be saved, but step %d is not committed yet: training waits for the store; "
-                "a larger save.save_every avoids that", step, self.taken_step,
-            )  # fmt: skip
+        begin, before = clock.seconds(), self.taken_step
         with self.reporter.long_work():
             self._wait()
+        seconds = clock.seconds() - begin
+        if seconds > WORTH_SAYING_SECONDS and self.saver is not None:
+            log.warning(
+                "step %d could be saved only when step %d was committed: training waited %.1f s for the store; "
+                "a larger save.save_every avoids that", step, before, seconds,
+            )  # fmt: skip
 
     def _wait(self) -> None:
         state = self.saver.wait() if self.saver is not None else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from lora_trainer.fence import Fence
 from lora_trainer.finalize import finish, put_samples
 from lora_trainer.loop import Loop
 from lora_trainer.prepare import Preparation
+from lora_trainer.prompts import prompts_of, take_prompts
 from lora_trainer.retention import remove_old_checkpoints
 from lora_trainer.retry import place
 from lora_trainer.runtime import Group, synchronise
@@ -73,7 +75,7 @@ class Session:
         reporter.enter("PreparingData", "importing libraries")
         self.prepared = Preparation(
             self.run, self.start.environment, self.credentials, self.group.device, self.group, reporter, stop,
-            fresh=self.beginning.manifest_key is None,
+            fresh=self.beginning.manifest_key is None, sample_prompts=self.beginning.settings.sample.prompts,
         ).prepare()  # fmt: skip
         self._restore()
         stop.check()
@@ -84,6 +86,7 @@ class Session:
         reporter.enter("Finalizing")
         stop.check()
         if self.fence is not None:
+            self._take_prompts(self._say)
             finish(
                 self.prepared, self.settings, self.run, store=self.store, fence=self.fence, step=self.state.step,
                 report=self._say,
@@ -148,7 +151,8 @@ class Session:
         loop = Loop(
             config=config, settings=self.settings, state=self.state, model=model, optimizer=self.optimizer,
             batches=course.batches(stage, self.state), batches_of=course.batches, stages=stages, group=self.group,
-            stop=self.start.stop, reporter=reporter, control=control, saves=self.saves, after_step=self._after_step,
+            stop=self.start.stop, reporter=reporter, control=control, planned=self.beginning.planned, saves=self.saves,
+            after_step=self._after_step,
             timer=PartTimer(config.performance_log_every, lambda: synchronise(self.group.device)),
         )  # fmt: skip
         try:
@@ -165,7 +169,7 @@ class Session:
         if step % settings.save_every == 0 and step < settings.steps:
             self.saves.save(step, self._snapshot)
         every = settings.sample.sample_every
-        if every and step % every == 0 and step < settings.steps and self.prepared.prompts:
+        if every and step % every == 0 and step < settings.steps and settings.sample.prompts:
             self._draw(step)
 
     def _saver(self) -> Saver | None:
@@ -195,7 +199,7 @@ class Session:
         reporter.now.committed_step = self.start.committed_step = manifest.step
         reporter.committed()
         if self.start.environment.removes_checkpoints:
-            remove_old_checkpoints(self.store, self.run.config.save.max_step_saves)
+            remove_old_checkpoints(self.store, self.settings.max_step_saves)
 
     def _heard(self, step: int) -> None:
         self.start.committed_step = step
@@ -203,6 +207,7 @@ class Session:
     def _draw(self, step: int) -> None:
         if self.fence is not None:
             try:
+                self._take_prompts(self._say_unless_stopping)
                 with each_pass(self.prepared.model, self.start.reporter.advanced):
                     put_samples(self.prepared, self.settings, self.store, step, self._say_unless_stopping)
             except Stopped:
@@ -210,17 +215,16 @@ class Session:
             self.start.reporter.detail("")
         self.group.wait(lambda: None)
 
+    def _take_prompts(self, report: Callable[[str], None]) -> None:
+        with self.start.reporter.long_work():
+            take_prompts(self.prepared, prompts_of(self.settings.sample.prompts, self.run.config.trigger_word), report)
+
     def _facts(self) -> dict[str, object]:
         return {
             "seed": self.run.config.train.seed,
             "data_digest": self.prepared.data_digest,
             "world_size": self.group.world_size,
-            "control": {
-                "generation": self.settings.generation,
-                "steps": self.settings.steps,
-                "lr": self.settings.lr,
-                "save_every": self.settings.save_every,
-            },
+            "control": self.settings.document.model_dump(mode="json", by_alias=False),
         }
 
     def _say(self, text: str) -> None:

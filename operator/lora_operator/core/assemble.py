@@ -113,6 +113,7 @@ def _control(o: Observed) -> Control | None:
         save_every=config.save.save_every,
         max_step_saves=config.save.max_step_saves,
         sample=config.sample.model_dump(mode="json"),
+        save=config.save.model_dump(mode="json"),
     )
     there = o.run.control
     if there is not None and there.model_copy(update={"generation": wanted.generation}) == wanted:

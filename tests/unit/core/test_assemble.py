@@ -37,6 +37,7 @@ def control_of(job: JobBuilder, **changes: object) -> Control:
         "save_every": config.save.save_every,
         "max_step_saves": config.save.max_step_saves,
         "sample": config.sample.model_dump(mode="json"),
+        "save": config.save.model_dump(mode="json"),
     }
     return Control.model_validate_json(Control.model_validate({**known, **changes}).model_dump_json(by_alias=True))
 
@@ -53,6 +54,7 @@ def test_control_is_put_when_the_spec_says_something_else_and_only_then() -> Non
         {"save_every": 7},
         {"max_step_saves": 1},
         {"sample": {}},
+        {"save": {}},
     )
     for change in changes:
         other = RunBuilder().with_control(control_of(job, **change))
