@@ -229,6 +229,10 @@ class JobStatus(Kubernetes):
     retry_at: str | None = Field(None, description="When a restart that is backing off begins, RFC 3339.")
     restarts: Restarts = Field(Restarts(), description="Restarts by cause.")
     restarts_total: int = Field(0, description="All restarts.")
+    fruitless_restarts: int = Field(
+        0,
+        description="Preemptions and lost nodes in a row with no new checkpoint between them; each but the first waits longer.",
+    )
     shrunk: ShrunkStatus | None = Field(None, description="How it is trained since device memory ran out.")
     progress: ProgressStatus | None = Field(None, description="Where training stands.")
     checkpoints: CheckpointsStatus = Field(CheckpointsStatus(), description="Committed checkpoints.")

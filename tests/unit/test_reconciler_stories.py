@@ -94,6 +94,24 @@ async def test_a_job_that_vanished_with_its_pods_and_left_no_word_counts_as_infr
     assert world.status.lost_steps == 50
 
 
+async def test_a_job_that_is_preempted_again_and_again_before_it_saves_waits_and_still_gets_there() -> None:
+    world = World()
+    world.trainer.saves = False
+    waits = []
+    for _ in range(3):
+        await world.until_phase(Phase.RUNNING)
+        world.kubernetes.disrupt(world.kubernetes.pods()[-1], "preempted")
+        world.trainer.move()
+        world.kubernetes.settle()
+        await world.look_and_rest()
+        waits.append(world.status.retry_at is not None)
+    assert waits == [False, True, True]
+    assert "3 attempts in a row have saved no checkpoint" in world.said("Interrupted")
+    assert "the next attempt begins at" in world.condition(ConditionType.INTERRUPTED)[2]
+    await world.until_phase(Phase.SUCCEEDED)
+    assert (world.status.restarts.preemption, world.status.restarts.total) == (3, 3)
+
+
 async def test_a_deleted_pod_counts_as_preemption() -> None:
     world = World()
     await world.until_step(100)

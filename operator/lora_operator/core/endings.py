@@ -10,7 +10,7 @@ from lora_api.job import ConditionType
 from lora_operator.core.assemble import Decision
 from lora_operator.core.classify import Cause, Verdict
 from lora_operator.core.conditions import condition_of
-from lora_operator.core.facts import all_children, pods_in_the_way, unstopped
+from lora_operator.core.facts import all_children, has_saved, pods_in_the_way, unstopped
 from lora_operator.core.memory import Remedy, remedy_for, retried_failures
 from lora_operator.core.state import Kind, State
 from lora_operator.core.times import format_time
@@ -31,12 +31,25 @@ def after(o: Observed, verdict: Verdict) -> Decision:
         told = warning("Shrunk", remedy.event)
         return _restart(o, verdict, updates={"shrunk": remedy.shrunk}, events=(told,))
     if verdict.cause not in (Cause.FAILURE, Cause.OUT_OF_MEMORY):
-        return _restart(o, verdict)
+        return _after_no_fault_of_its_own(o, verdict)
     failures, limit = retried_failures(o), o.job.spec.run_policy.backoff_limit
     if failures >= limit:
         text = f"{verdict.message} (failure {failures + 1}; backoffLimit is {limit})"
         return fail(o, Verdict(verdict.cause, verdict.reason, text))
     return _restart(o, verdict, wait_seconds=backoff_seconds(o, failures))
+
+
+def _after_no_fault_of_its_own(o: Observed, verdict: Verdict) -> Decision:
+    """The next attempt, at once; unless one after the other is taken away before it has saved anything.
+
+    Such a job would only keep the scheduler busy, and never have long enough.
+    """
+    fruitless = 0 if has_saved(o) else o.status.fruitless_restarts + 1
+    if fruitless <= 1:
+        return _restart(o, verdict, updates={"fruitless_restarts": fruitless})
+    text = f"{verdict.message}; {fruitless} attempts in a row have saved no checkpoint"
+    verdict, wait = Verdict(verdict.cause, verdict.reason, text), backoff_seconds(o, fruitless - 2)
+    return _restart(o, verdict, wait_seconds=wait, updates={"fruitless_restarts": fruitless})
 
 
 def _restart(

@@ -32,6 +32,12 @@ def heartbeat(o: Observed) -> Progress | None:
     return beat if beat is not None and mine and beat.attempt == o.status.attempt else None
 
 
+def has_saved(o: Observed) -> bool:
+    """Whether the current attempt has committed a checkpoint. The newest is never removed."""
+    manifests = o.run.manifests if o.run else ()
+    return any(m.attempt == o.status.attempt and m.uid == uid_of(o) for m in manifests)
+
+
 def has_run(status: JobStatus) -> bool:
     """Whether the current attempt was seen running. Kept in `stage`, which waiting does not clear."""
     return status.stage is not None

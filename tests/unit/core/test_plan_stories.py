@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 
 from lora_api.job import FINALIZER, ConditionType, JobStatus, Phase, Restarts
+from lora_api.run import CheckpointManifest
 from lora_operator.core.conditions import condition_of, merge_conditions
 from lora_operator.core.endings import backoff_seconds
 from lora_operator.core.plan import plan
@@ -119,6 +120,27 @@ def test_a_preemption_is_not_limited_and_does_not_wait() -> None:
     assert decided.status.phase is Phase.INTERRUPTED
     assert decided.status.restarts.preemption == 100
     assert decided.status.retry_at is None
+
+
+def preempted(before: JobStatus, *saved: CheckpointManifest) -> JobStatus:
+    ended = running().with_status(before).with_child(ChildBuilder().failed(), PodBuilder().ended(137).disrupted())
+    return plan(ended.with_run(RunBuilder().with_progress(150).with_checkpoints(*saved)).build()).status
+
+
+def test_preemptions_before_anything_was_saved_wait_longer_and_longer_up_to_the_profiles_maximum() -> None:
+    waits = []
+    for fruitless in (0, 1, 2, 3, 40):
+        after = preempted(status(fruitless_restarts=fruitless), checkpoint(100, uid="another job's"))
+        assert (after.fruitless_restarts, after.restarts.preemption, after.attempt) == (fruitless + 1, 1, 2)
+        waits.append(after.retry_at)
+    assert waits == [None, *(format_time(NOW + timedelta(seconds=each)) for each in (10, 20, 40, 360))]
+
+
+def test_a_checkpoint_of_the_attempt_itself_ends_the_waiting() -> None:
+    after = preempted(status(fruitless_restarts=7), checkpoint(100))
+    assert (after.fruitless_restarts, after.retry_at) == (0, None)
+    old = preempted(status(fruitless_restarts=7, attempt=2, child_name="mascot-2"), checkpoint(100))
+    assert old.fruitless_restarts == 8, "an earlier attempt's does not count"
 
 
 def test_host_memory_counts_against_the_same_limit_as_failures() -> None:
