@@ -111,7 +111,16 @@ def end_of(world: World) -> tuple[Any, ...]:
     status = read_status(job)
     kinds = {condition.type: condition.status for condition in status.conditions}
     reasons = {condition.reason for condition in status.conditions if condition.status == "True"}
-    return (status.phase, status.attempt, status.restarts, status.shrunk, kinds, reasons, status.checkpoints.count)
+    return (
+        status.phase,
+        status.attempt,
+        status.restarts,
+        status.shrunk,
+        kinds,
+        reasons,
+        status.checkpoints.count,
+        status.checkpoints.removed,
+    )
 
 
 @pytest.mark.parametrize("name", STORIES)

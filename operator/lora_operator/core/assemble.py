@@ -77,7 +77,8 @@ def _status(o: Observed, decision: Decision, retention: Retention | None) -> Job
             if not is_preparing(beat):  # together with the event that tells of them
                 updates["lost_steps"] = max(o.status.lost_steps, beat.lost_steps)
         if retention is not None:
-            updates["checkpoints"] = checkpoints_status(o.run, retention, o.status.checkpoints.removed)
+            removed = o.status.checkpoints.removed + len(_removed_steps(o, retention))
+            updates["checkpoints"] = checkpoints_status(o.run, retention, removed)
     status = o.status.model_copy(update={**updates, **decision.updates})
     facts = [*facts_of(decision.state), *_checkpoint_facts(o, status)]
     if deleting and is_terminal(o.status):  # how it ended stays true
@@ -161,13 +162,25 @@ def _checkpoint_events(o: Observed, status: JobStatus, retention: Retention | No
     if retention is None:
         return []
     events = [_saved_event(m) for m in _new_checkpoints(o, retention)[-_NEWS_LIMIT:]]
-    if retention.expired:
-        steps = ", ".join(str(m.step) for m in reversed(retention.expired[-_NEWS_LIMIT:]))
-        more = ", ..." if len(retention.expired) > _NEWS_LIMIT else ""
-        word = "checkpoint" if len(retention.expired) == 1 else "checkpoints"
-        text = f"Removed {len(retention.expired)} old {word} (step {steps}{more}); {status.checkpoints.count} are kept"
+    gone = _removed_steps(o, retention)
+    if gone:
+        steps = ", ".join(map(str, gone[:_NEWS_LIMIT]))
+        more = ", ..." if len(gone) > _NEWS_LIMIT else ""
+        word = "checkpoint" if len(gone) == 1 else "checkpoints"
+        text = f"Removed {len(gone)} old {word} (step {steps}{more}); {status.checkpoints.count} are kept"
         events.append(Event(EventType.NORMAL, "CheckpointsRemoved", text))
     return events
+
+
+def _removed_steps(o: Observed, retention: Retention) -> list[int]:
+    """Steps of the checkpoints that are removed now, oldest first.
+
+    And of those that the ledger lists and the store has no more: a pass removed them and did not come to write that down.
+    """
+    there = {(m.step, m.start) for m in (*retention.kept, *retention.expired)}
+    oldest = min((m.step for m in retention.kept), default=0)
+    unsaid = [e for e in o.status.checkpoints.entries if (e.step, e.start) not in there and e.step < oldest]
+    return sorted([*(m.step for m in retention.expired), *(entry.step for entry in unsaid)])
 
 
 def _new_checkpoints(o: Observed, retention: Retention) -> list[CheckpointManifest]:

@@ -73,8 +73,8 @@ def finished_progress(before: ProgressStatus | None, beat: Progress | None, fina
     )
 
 
-def checkpoints_status(run: RunView, retention: Retention, removed_before: int) -> CheckpointsStatus:
-    """The ledger after retention."""
+def checkpoints_status(run: RunView, retention: Retention, removed: int) -> CheckpointsStatus:
+    """The ledger after retention, which has removed so many in all."""
     entries = tuple(
         LedgerEntry(step=m.step, start=m.start, size_bytes=m.size_bytes, committed_at=m.committed_at)
         for m in retention.kept[:_LEDGER_ENTRIES]
@@ -83,7 +83,7 @@ def checkpoints_status(run: RunView, retention: Retention, removed_before: int) 
         location=run.location + layout.CHECKPOINTS,
         count=len(retention.kept),
         newest_step=entries[0].step if entries else None,
-        removed=removed_before + len(retention.expired),
+        removed=removed,
         entries=entries,
     )
 
