@@ -39,11 +39,17 @@ def piece_size(batch_size: int, times: int) -> int:
 
 
 def passes(train: TrainConfig, times: int) -> Passes:
-    """How a configuration is trained after memory ran out `times` times; 0 is as it says."""
-    size = piece_size(train.batch_size, times)
-    pieces = train.batch_size // size
+    """How a configuration is trained after memory ran out `times` times; 0 is as it says.
+
+    With stages, each of them is made smaller; this tells of the one with the largest forward pass.
+    """
     recomputed = train.gradient_checkpointing or times > _divisions(train)
-    return Passes(size, train.gradient_accumulation * pieces, recomputed)
+    each = [
+        Passes(size, accumulation * (batch_size // size), recomputed)
+        for batch_size, accumulation in _batches(train)
+        for size in [piece_size(batch_size, times)]
+    ]
+    return max(each, key=lambda one: one.batch_size)
 
 
 def can_shrink(train: TrainConfig, times: int) -> bool:
@@ -51,19 +57,26 @@ def can_shrink(train: TrainConfig, times: int) -> bool:
     return times < _divisions(train) + (0 if train.gradient_checkpointing else 1)
 
 
+def _batches(train: TrainConfig) -> list[tuple[int, int]]:
+    """Batch size and accumulation of each stage, or of the run."""
+    if not train.stages:
+        return [(train.batch_size, train.gradient_accumulation)]
+    return [
+        (stage.batch_size or train.batch_size, stage.gradient_accumulation or train.gradient_accumulation)
+        for stage in train.stages
+    ]
+
+
 def _divisions(train: TrainConfig) -> int:
-    """How often micro-batches can be divided until they hold one sample: the number of prime factors.
-
-    Of a run with stages it is the number of the one that can be divided most often.
-    """
-    sizes = [stage.batch_size or train.batch_size for stage in train.stages]
-    return max(map(_factors, sizes or [train.batch_size]))
+    """How often batches can be divided until all hold one sample: the most prime factors that one of them has."""
+    return max(_factors(batch_size) for batch_size, _ in _batches(train))
 
 
-def _factors(size: int) -> int:
+def _factors(number: int) -> int:
+    """The number of its prime factors."""
     count = 0
-    while size > 1:
-        size, count = piece_size(size, 1), count + 1
+    while number > 1:
+        number, count = piece_size(number, 1), count + 1
     return count
 
 

@@ -241,6 +241,8 @@ def test_a_user_s_mistake_is_one_line_without_a_traceback(job, caplog):
         ),
         (torch.distributed.DistNetworkError("no route"), 75),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 86),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"), 86),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), 86),
         (RuntimeError("something else"), 1),
         (KeyboardInterrupt(), 1),
     ],

@@ -18,9 +18,10 @@ from lora_trainer.commandline import smaller
 from lora_trainer.commandline.rundir import document_of, shrunk_before, write_run_config
 from lora_trainer.data.sampler import BatchOrder
 from lora_trainer.data.stream import BatchMaker, MicroBatch, Share
+from lora_trainer.objective import Objective
 from tests import cramped_family
 from tests.trainer.jobs import ROOT, Job, make_pictures
-from tests.trainer.test_loop import Numbers
+from tests.trainer.test_loop import Numbers, config
 
 BUCKETS = ["wide"] * 2 + ["tall"] * 4
 
@@ -52,7 +53,7 @@ def made(model, pieces: int, rank: int = 0) -> list[MicroBatch]:
     """Everything a rank of two trains in three iterations of two batches of four."""
     share = Share(4, 2, rank, 2, pieces=pieces)
     order = BatchOrder(BUCKETS, share.global_batch, seed=7)
-    maker = BatchMaker(Numbers(model, 16), order, model, share, seed=7, density="logit_normal")
+    maker = BatchMaker(Numbers(model, 16), order, model, share, Objective.of(config(seed=7).train, model))
     return [maker.make(iteration, number) for iteration in range(3) for number in range(share.passes)]
 
 
@@ -87,6 +88,17 @@ def test_a_run_made_smaller_midway_ends_where_the_whole_one_does(job, times):
     moved = max(float((begun[name] - ended[name]).abs().max()) for name in begun)
     assert moved > 1e-3
     assert largest_difference(whole, smaller) < 0.02 * moved, "the sums are taken in another order, that is all"
+
+
+def test_every_stage_of_a_run_made_smaller_trains_what_it_did(job):
+    stages = [{"steps": 2}, {"steps": 2, "batch_size": 3, "gradient_accumulation": 1}]
+    whole = job(steps=4, stages=stages)
+    assert whole.run() == ExitCode.DONE
+    smaller = shrunk(whole.copy("smaller"), 1)
+    assert smaller.run() == ExitCode.DONE, smaller.word()
+    before, after = ([line["loss"] for line in each.metrics() if "loss" in line] for each in (whole, smaller))
+    assert after == pytest.approx(before, rel=1e-4)
+    assert largest_difference(whole, smaller) < 1e-4
 
 
 def test_a_smaller_run_that_is_interrupted_changes_no_bit(job):

@@ -33,6 +33,24 @@ def test_odd_sizes_are_divided_by_what_divides_them() -> None:
     assert [each.batch_size for each in lives(batch_size=7)] == [7, 1, 1]
 
 
+def test_every_stage_is_divided_as_often_and_the_largest_is_told() -> None:
+    stages = [{"steps": 1, "batch_size": 2}, {"steps": 1, "batch_size": 9, "gradient_accumulation": 2}, {"steps": 1}]
+    config = TrainConfig.model_validate({"batch_size": 4, "gradient_accumulation": 3, "steps": 3, "stages": stages})
+    assert [passes(config, times) for times in range(4)] == [
+        Passes(9, 2, False),
+        Passes(3, 6, False),
+        Passes(1, 6, False),
+        Passes(1, 6, True),
+    ]
+    assert can_shrink(config, 2)
+    assert not can_shrink(config, 3)
+
+
+def test_a_batch_size_that_every_stage_replaces_plays_no_part() -> None:
+    only = TrainConfig.model_validate({"batch_size": 64, "stages": [{"batch_size": 1}]})
+    assert passes(only, 1) == Passes(1, 1, gradient_checkpointing=True)
+
+
 def test_what_is_as_small_as_can_be_stays_so() -> None:
     assert lives(gradient_accumulation=4, gradient_checkpointing=True) == [Passes(1, 4, True)]
     assert lives() == [Passes(1, 1, False), Passes(1, 1, True)]

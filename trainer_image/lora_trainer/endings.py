@@ -22,6 +22,12 @@ from lora_trainer.errors import (
 from lora_trainer.stopping import Stopped
 
 PLAIN_FAILURE = 1
+_NO_ROOM = (  # what allocators other than torch's own for CUDA say
+    "DefaultCPUAllocator",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 _MAX_MESSAGE = 2000  # the kubelet cuts termination messages at 4096 bytes
 
 _CODES: tuple[tuple[type[BaseException], ExitCode], ...] = (
@@ -55,7 +61,7 @@ def code_of(error: BaseException) -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device had no room for a tensor."""
-    return isinstance(error, _loaded("torch", "OutOfMemoryError")) or "DefaultCPUAllocator" in str(error)
+    return isinstance(error, _loaded("torch", "OutOfMemoryError")) or any(text in str(error) for text in _NO_ROOM)
 
 
 def is_collective_error(error: BaseException) -> bool:
