@@ -8,7 +8,7 @@ from typing import Any
 
 from lora_api.job import LoRATrainingJob
 from lora_api.profile import LoRATrainingProfile
-from tests import bad_objective, bad_optimization
+from tests import bad_memory, bad_objective, bad_optimization
 
 JOB: dict[str, Any] = {
     "apiVersion": "lora-operator.io/v1alpha1",
@@ -145,8 +145,8 @@ TYPES = [
 ]
 
 CHOICES = [
-    _bad("spec.config.train.dtype", "bfloat16", '"bfloat16" is not one of bf16, fp16, fp32; did you mean bf16?'),
-    _bad("spec.config.train.dtype", "fp8", '"fp8" is not one of bf16, fp16, fp32'),
+    _bad("spec.config.train.dtype", "bfloat16", '"bfloat16" is not one of bf16, fp16, fp32, auto; did you mean bf16?'),
+    _bad("spec.config.train.dtype", "fp8", '"fp8" is not one of bf16, fp16, fp32, auto'),
     _bad("spec.config.device", "gpu", '"gpu" is not one of auto, cuda, cpu; did you mean cuda?'),
     _bad("spec.config.network.type", "locon", '"locon" is not one of lora, lokr, loha, dora, full'),
     _bad(
@@ -490,4 +490,21 @@ OBJECTIVE = [
     for arch, train, message in bad_objective.CASES
 ]
 
-BAD = [*UNKNOWN_FIELDS, *TYPES, *CHOICES, *ARCH, *LIMITS, *TEXTS, *MISSING, *CROSS_FIELD, *OPTIMIZATION, *OBJECTIVE]
+MEMORY = [
+    _bad("spec.config", JOB["spec"]["config"] | blocks, f"spec.config.{message}")
+    for blocks, message in bad_memory.CASES
+]
+
+BAD = [
+    *UNKNOWN_FIELDS,
+    *TYPES,
+    *CHOICES,
+    *ARCH,
+    *LIMITS,
+    *TEXTS,
+    *MISSING,
+    *CROSS_FIELD,
+    *OPTIMIZATION,
+    *OBJECTIVE,
+    *MEMORY,
+]

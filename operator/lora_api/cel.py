@@ -191,6 +191,24 @@ JOB_RULES: tuple[Rule, ...] = (
         field="save.formats",
     ),
     Rule(
+        on=("spec", "config"),
+        rule="!has(self.model.quantize) || self.network.type != 'full'",
+        message="quantised weights can't be trained; remove it, or use another network.type than full",
+        field="model.quantize",
+    ),
+    Rule(
+        on=("spec", "config"),
+        rule="!has(self.model.quantize_te) || !self.train.train_text_encoder",
+        message="is for text encoders that are let go after captions are encoded, but train.train_text_encoder is true; remove it",
+        field="model.quantize_te",
+    ),
+    Rule(
+        on=("spec", "config", "train"),
+        rule="self.gradient_checkpointing_every == 1 || self.gradient_checkpointing",
+        message="plays no part, because gradient_checkpointing is false; set that to true",
+        field="gradient_checkpointing_every",
+    ),
+    Rule(
         on=("spec", "output", "path"),
         rule='!self.matches("(^|/)[.]+(/|$)")',
         message="has a segment of dots only",

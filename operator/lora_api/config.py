@@ -44,6 +44,15 @@ class ModelConfig(Native):
         "model while training, taken out of it for samples.",
     )
 
+    quantize: Literal["int8", "fp8", "nf4"] | None = Field(
+        None,
+        description="Number format in which the linear layers of the denoiser's blocks are kept, with any adapter type: int8 "
+        "or fp8 with a scale for each output, or nf4 with one for every 64 weights. Computed with in `train.dtype`. Left out: `train.dtype`.",
+    )
+    quantize_te: Literal["int8", "fp8", "nf4"] | None = Field(
+        None, description="The same for the linear layers of text encoders. Changes the captions' embeddings a little."
+    )
+
     @model_validator(mode="after")
     def _a_file_has_extras(self) -> ModelConfig:
         if self.name_or_path.endswith(SINGLE_FILE) and self.extras_name_or_path is None:

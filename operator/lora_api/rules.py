@@ -89,6 +89,26 @@ def assistants_need_additive_adapters(config: TrainerConfig) -> str | None:
     return None
 
 
+def quantised_weights_are_not_trained(config: TrainerConfig) -> str | None:
+    """Weights of eight bits and less take no updates."""
+    if config.model.quantize is not None and config.network.type == "full":
+        return f"model.quantize: {config.model.quantize} weights can't be trained; remove it, or use another network.type than full"
+    if config.model.quantize_te is not None and config.train.train_text_encoder:
+        return (
+            f"model.quantize_te: {config.model.quantize_te} is for text encoders that are let go after captions are encoded, but "
+            "train.train_text_encoder is true; remove it"
+        )
+    return None
+
+
+def skipped_blocks_need_checkpointing(config: TrainerConfig) -> str | None:
+    """Every n-th of nothing is a mistake."""
+    every = config.train.gradient_checkpointing_every
+    if every > 1 and not config.train.gradient_checkpointing:
+        return f"train.gradient_checkpointing_every: {every} plays no part, because gradient_checkpointing is false; set that to true"
+    return None
+
+
 def clips_need_a_video_family(config: TrainerConfig) -> str | None:
     """Several frames for families of pictures would be ignored."""
     if config.model.arch in VIDEO_ARCHS:
@@ -108,6 +128,8 @@ RULES: tuple[Rule, ...] = (
     formats_are_known_for_the_family,
     assistants_need_additive_adapters,
     clips_need_a_video_family,
+    quantised_weights_are_not_trained,
+    skipped_blocks_need_checkpointing,
     *rules_optimization.RULES,
     *rules_objective.RULES,
     *rules_order.RULES,

@@ -21,6 +21,15 @@ class Precision(StrEnum):
     FP32 = "fp32"
 
 
+class TrainPrecision(StrEnum):
+    """What `train.dtype` may be."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+    AUTO = "auto"
+
+
 Density = Literal["logit_normal", "uniform", "mode", "cosmap"]
 LossType = Literal["mse", "mae", "huber", "smooth_l1", "pseudo_huber"]
 
@@ -96,8 +105,16 @@ class TrainConfig(Native):
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass to save memory."
     )
-    dtype: Precision = Field(
-        Precision.BF16, description="Number format of the base model and of the forward pass; adapters train in fp32."
+    gradient_checkpointing_every: int = Field(
+        1,
+        ge=1,
+        le=1000,
+        description="With `gradient_checkpointing`: only every n-th block is recomputed, which is faster and saves less.",
+    )
+    dtype: TrainPrecision = Field(
+        TrainPrecision.BF16,
+        description="Number format of the base model and of the forward pass; adapters train in fp32. `auto`: bf16 where the "
+        "GPU has it, fp16 with a scaled loss on older ones, fp32 on CPUs.",
     )
     timestep_type: Density | None = Field(
         None,

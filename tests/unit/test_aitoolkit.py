@@ -416,3 +416,33 @@ def test_fields_of_our_own_may_stand_in_the_file_too():
     raw = put(raw, "train.warmup_steps", 30)
     config = convert(raw, {}).config
     assert (config["save"]["max_step_saves"], config["train"]["warmup_steps"]) == (9, 30)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected", "noted"),
+    [
+        ({}, {}, ""),
+        ({"quantize": False, "qtype": "qfloat8"}, {}, ""),
+        ({"quantize": True}, {"quantize": "fp8", "quantize_te": "fp8"}, ""),
+        ({"quantize": True, "quantize_te": False}, {"quantize": "fp8"}, ""),
+        ({"quantize": True, "qtype": "qint8", "qtype_te": "qfloat8"}, {"quantize": "int8", "quantize_te": "fp8"}, ""),
+        ({"quantize": "int8", "quantize_te": False}, {"quantize": "int8"}, ""),
+        ({"quantize_te": True, "qtype_te": "uint4"}, {"quantize_te": "nf4"}, "is nf4 here"),
+        ({"quantize": True, "qtype": "uint3|org/adapter.safetensors", "quantize_te": False}, {"quantize": "nf4"}, "ignored: the adapter"),
+    ],
+)  # fmt: skip
+def test_formats_of_frozen_weights_are_those_of_the_file(model, expected, noted):
+    raw = preset()
+    for key in ("quantize", "quantize_te", "qtype", "qtype_te"):
+        raw = without(raw, f"model.{key}")
+    for key, value in model.items():
+        raw = put(raw, f"model.{key}", value)
+    found = convert(raw, {})
+    assert {key: value for key, value in found.config["model"].items() if key.startswith("quantize")} == expected
+    assert noted in " ".join(found.notes)
+
+
+def test_a_format_of_weights_that_is_not_known_is_refused():
+    raw = put(put(put(preset(), "model.quantize", True), "model.quantize_te", False), "model.qtype", "ternary")
+    (said,) = problems(raw)
+    assert said.startswith('config.process[0].model.qtype: "ternary" has no counterpart here; expected one of qfloat8')

@@ -102,7 +102,11 @@ def finish(
         exported = sorted(path for path in folder.rglob("*") if path.is_file())
         (folder / "config.json").write_text(settings.config.model_dump_json(indent=1))
         (folder / "metadata.yaml").write_text(
-            yaml.safe_dump(facts | {"memory_gib": prepared.memory.facts()}, sort_keys=False, allow_unicode=True)
+            yaml.safe_dump(
+                facts | {"dtype": str(prepared.precision), "memory_gib": prepared.memory.facts()},
+                sort_keys=False,
+                allow_unicode=True,
+            )
         )
         drawn = draw(prepared, settings.sample, folder / "samples", report) if prepared.conditions else []
         exported += [folder / "config.json", folder / "metadata.yaml"]

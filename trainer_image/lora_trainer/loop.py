@@ -74,6 +74,7 @@ class Loop:
         control: Newer settings, on rank 0.
         planned: Changes that come again at the steps at which an earlier start made them.
         saves: Heard after each agreement: whether the last save went well.
+        precision: Number format of the forward pass; None: `train.dtype`, which is not auto then.
         after_step: Called with the step after each update: saves and samples when they are due.
         stages: What changes at which step; those of `config` where they are left out.
         batches_of: Makes the micro-batches of a stage that begins.
@@ -95,10 +96,12 @@ class Loop:
     timer: PartTimer = field(default_factory=lambda: PartTimer(0))
     stages: tuple[Stage, ...] = ()
     batches_of: Callable[[Stage, TrainState], Batches] | None = None
+    precision: Precision | None = None
 
     def __post_init__(self) -> None:
         self._parameters: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self._scaled = self.config.train.dtype is Precision.FP16
+        self._precision = self.precision or Precision(self.config.train.dtype)
+        self._scaled = self._precision is Precision.FP16
         wrapped = {id(parameter) for parameter in self.model.forward_module.parameters()}
         self._apart = [p for p in self._parameters if id(p) not in wrapped]  # text encoders
         self._kind, self._delta = self.config.train.loss_type, self.config.train.huber_delta
@@ -157,7 +160,7 @@ class Loop:
     def _forward_backward(self, batch: MicroBatch, count: int) -> Tensor:
         if self._dropout:
             seed_dropout(self.config.train.seed, self.state.iteration, batch.slot, self.model.device)
-        with self.timer.part("forward"), autocast(self.model.device, self.config.train.dtype):
+        with self.timer.part("forward"), autocast(self.model.device, self._precision):
             conditioning = self.model.conditioned(batch.conditioning, batch.captions)
             loss, raw = loss_of(
                 self.model.predict(batch.x_t, batch.time, conditioning),

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lora_api.precision import choose_precision
 from lora_api.run import RunConfig
 from lora_api.shrink import passes
 from lora_api.stores import Credentials
+from lora_api.training import Precision
 from lora_trainer.data.cache import TensorCache, text_key
 from lora_trainer.data.captions import fill_trigger
 from lora_trainer.data.encode import captions_of, encode_captions, encode_pictures
@@ -24,6 +26,7 @@ from lora_trainer.errors import ConfigurationError, DataError
 from lora_trainer.families.folder import ModelError, import_pipeline
 from lora_trainer.families.registry import family_for
 from lora_trainer.memory.measure import MemoryWatch
+from lora_trainer.memory.placing import checkpointing, loading_device, place_base
 from lora_trainer.objective import take_noise_settings
 from lora_trainer.reporting import Reporter
 from lora_trainer.runtime import TORCH_DTYPE, Group
@@ -54,6 +57,7 @@ class Prepared:
     conditions: list[Condition]  # of the prompts, on rank 0
     negative: Condition | None  # of the empty prompt, where there are prompts
     memory: MemoryWatch
+    precision: Precision
 
     def conditions_now(self) -> tuple[list[Condition], Condition | None]:
         """`conditions` and `negative` as the text encoders stand now."""
@@ -113,9 +117,10 @@ class Preparation:
         model_folder, samples, views = self._first_on_each_node(family)
         memory = MemoryWatch(self.device)
         if self.environment.leads:
-            memory.expect(config, model_folder, config.train.dtype)
+            memory.expect(config, model_folder, self.precision)
         model = self._load(family, model_folder)
         self._take_assistant(family, model)
+        place_base(model, config.model, self.device)
         prompts = tuple(fill_trigger(prompt, config.trigger_word) for prompt in self.sample_prompts)
         cache = TensorCache(self.environment.cache_folder / "tensors")
         self._encode(samples, prompts, model, cache)
@@ -124,7 +129,19 @@ class Preparation:
         self._save_memory(model)
         conditions = [cache.load(text_key(prompt, model.text_identity)) for prompt in prompts]
         negative = cache.load(text_key("", model.text_identity)) if prompts else None
-        return Prepared(model, adapter, samples, views, cache, digest(samples), prompts, conditions, negative, memory)
+        return Prepared(
+            model,
+            adapter,
+            samples,
+            views,
+            cache,
+            digest(samples),
+            prompts,
+            conditions,
+            negative,
+            memory,
+            self.precision,
+        )
 
     def _load(self, family: Family, folder: Path) -> BaseModel:
         train = self.run.config.train
@@ -132,7 +149,8 @@ class Preparation:
             self._say("importing libraries")
             import_pipeline(folder)
             self._say("loading the base model")
-            model = family.load(folder, dtype=TORCH_DTYPE[train.dtype], device=self.device)
+            device = loading_device(self.run.config.model, self.device)
+            model = family.load(folder, dtype=TORCH_DTYPE[self.precision], device=device)
         except ModelError as error:
             raise ConfigurationError(f"config.model.name_or_path: {error}") from error
         try:
@@ -140,6 +158,15 @@ class Preparation:
         except ValueError as error:
             raise ConfigurationError(f"config.{error}") from error
         return model
+
+    @cached_property
+    def precision(self) -> Precision:
+        """The number format that `train.dtype` comes to on this device; said once."""
+        kind = self.device.type
+        bf16 = kind != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+        precision, reason = choose_precision(self.run.config.train.dtype, kind, bf16=bf16)
+        log.info("number format %s: %s", precision, reason)
+        return precision
 
     def _first_on_each_node(self, family: Family) -> tuple[Path, list[Sample], dict[Datasets, range]]:
         """Model folder, samples and their views; one process of each node downloads and reads, the others find its work done."""
@@ -214,7 +241,7 @@ class Preparation:
                 "device memory ran out before: trained with %s instead of %s", passes(train, shrunk), passes(train, 0)
             )
         if train.gradient_checkpointing:
-            model.enable_gradient_checkpointing()
+            model.enable_gradient_checkpointing(*checkpointing(train))
         elif passes(train, shrunk).gradient_checkpointing:
             try:
                 model.enable_gradient_checkpointing()

@@ -152,7 +152,7 @@ class Session:
             config=config, settings=self.settings, state=self.state, model=model, optimizer=self.optimizer,
             batches=course.batches(stage, self.state), batches_of=course.batches, stages=stages, group=self.group,
             stop=self.start.stop, reporter=reporter, control=control, planned=self.beginning.planned, saves=self.saves,
-            after_step=self._after_step,
+            after_step=self._after_step, precision=self.prepared.precision,
             timer=PartTimer(config.performance_log_every, lambda: synchronise(self.group.device)),
         )  # fmt: skip
         try:

@@ -164,12 +164,8 @@ SAVE: Table = {
 }
 
 MODEL: Table = {
-    "quantize": _MEMORY,
-    "quantize_te": _MEMORY,
     "low_vram": _MEMORY,
     "layer_offloading": _MEMORY,
-    "qtype": _QUIET,
-    "qtype_te": _QUIET,
     "layer_offloading_transformer_percent": _QUIET,
     "layer_offloading_text_encoder_percent": _QUIET,
     "assistant_lora_path": Refused(

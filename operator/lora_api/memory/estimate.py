@@ -7,13 +7,14 @@ memory are estimated. What the libraries and the CUDA context take for themselve
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from lora_api.config import TrainerConfig
 from lora_api.memory.activations import ERROR, Batch, activation_bytes
-from lora_api.memory.released import released_shapes
+from lora_api.memory.released import REST, released_shapes
 from lora_api.memory.shapes import Component, ModelShapes, read_folder
-from lora_api.memory.trained import Trained, trainable_text_encoders, trained_parameters
+from lora_api.memory.trained import Trained, layers_in_blocks, trainable_text_encoders, trained_parameters
 from lora_api.training import Precision
 
 GIB = 1 << 30
@@ -23,8 +24,10 @@ CONTEXT_GIB = 0.6
 ITEM_BYTES = {Precision.FP32: 4, Precision.BF16: 2, Precision.FP16: 2}
 _FP32 = 4
 
-STATE_BYTES = {"adamw": 8}
-"""Bytes that an optimizer keeps for each parameter; every one of them trains fp32 parameters."""
+STATE_BYTES = {"adamw": 8, "adamw8bit": 2, "adafactor": 0, "prodigy": 16, "lion": 4, "schedule_free_adamw": 8}
+"""Bytes that an optimizer keeps for each parameter; every one of them trains fp32 parameters. Exact for adamw."""
+NF4_BLOCK = 64
+"""Weights that share a scale in nf4."""
 _STEP_BYTES = 4  # AdamW counts the steps of each tensor in a number of its own
 
 KEPT_IN_FP32 = {
@@ -111,14 +114,14 @@ def estimate_of(config: TrainerConfig, shapes: ModelShapes, *, precision: Precis
     trained = trained_parameters(config, shapes)
     full = config.network.type == "full"
     item = ITEM_BYTES[precision]
-    denoiser = _denoisers(config, shapes, _FP32 if full else item)
+    denoiser = denoiser_bytes(config, shapes, _FP32 if full else item)
     encoder = _bytes({n: s for n, s in shapes.vae.items() if n.startswith(_ENCODER)}, _FP32)
     vae = _bytes(shapes.vae, _FP32)
-    texts = {name: _bytes(tensors, item) for name, tensors in shapes.text_encoders.items()}
+    texts = {name: _text_bytes(config, tensors, item) for name, tensors in shapes.text_encoders.items()}
     stay = trainable_text_encoders(config.model.arch, shapes) if config.train.train_text_encoder else {}
     weights = denoiser + vae - encoder + sum(texts[name] for name in stay)
     held = weights + (0 if full else trained.parameters * _FP32) + optimizer_bytes(config, trained)
-    loaded = _denoisers(config, shapes, item) + vae
+    loaded = denoiser_bytes(config, shapes, item) + vae
     return Estimate(
         weights=weights,
         adapter=0 if full else trained.parameters * _FP32,
@@ -134,12 +137,43 @@ def estimate_of(config: TrainerConfig, shapes: ModelShapes, *, precision: Precis
 
 def optimizer_bytes(config: TrainerConfig, trained: Trained) -> int:
     """The optimizer's state for what is trained."""
-    return trained.parameters * STATE_BYTES.get(config.train.optimizer, 8) + trained.tensors * _STEP_BYTES
+    return trained.parameters * STATE_BYTES[config.train.optimizer] + trained.tensors * _STEP_BYTES
 
 
-def _denoisers(config: TrainerConfig, shapes: ModelShapes, item: int) -> int:
+def denoiser_bytes(config: TrainerConfig, shapes: ModelShapes, item: int) -> int:
+    """Weights of all denoisers, in `item` bytes for a number or as `model.quantize` keeps them."""
     in_fp32 = KEPT_IN_FP32.get(config.model.arch, ())
-    return sum(_bytes(tensors, item, in_fp32) for tensors in shapes.denoisers.values())
+    total = 0
+    for tensors in shapes.denoisers.values():
+        quantised = (
+            {}
+            if config.model.quantize is None
+            else {f"{n}.weight": s for n, s in layers_in_blocks(config.model.arch, tensors)}
+        )
+        total += _bytes({n: s for n, s in tensors.items() if n not in quantised}, item, in_fp32)
+        total += sum(quantised_bytes(sizes, config.model.quantize or "", item) for sizes in quantised.values())
+    return total
+
+
+def quantised_bytes(sizes: tuple[int, ...], format_name: str, item: int) -> int:
+    """A weight in a quantised format: its codes and its scales."""
+    outputs, count = sizes[0], prod(sizes)
+    if format_name == "nf4":
+        return -(-count // 2) + -(-count // NF4_BLOCK) * _FP32
+    return count + outputs * item
+
+
+def _text_bytes(config: TrainerConfig, tensors: Component, item: int) -> int:
+    """A text encoder; quantised, its embeddings keep their format, which is left out of the account of unknown layers."""
+    if config.model.quantize_te is None:
+        return _bytes(tensors, item)
+    total = 0
+    for name, shape in tensors.items():
+        linear = len(shape.sizes) == 2 and name.endswith(".weight") and "embed" not in name and "shared" not in name
+        linear = linear or name == REST
+        sizes = shape.sizes if len(shape.sizes) > 1 else (1, *shape.sizes)
+        total += quantised_bytes(sizes, config.model.quantize_te, item) if linear else _bytes({name: shape}, item)
+    return total
 
 
 def _bytes(tensors: Component, item: int, in_fp32: tuple[str, ...] = ()) -> int:
@@ -160,7 +194,7 @@ def batch_of(config: TrainerConfig) -> Batch:
 
 
 def _activations(config: TrainerConfig, shapes: ModelShapes, item: int) -> int:
-    every = 1 if config.train.gradient_checkpointing else None
+    every = config.train.gradient_checkpointing_every if config.train.gradient_checkpointing else None
     batch = batch_of(config)
     arch, denoisers = config.model.arch, shapes.denoisers.values()
     found = [activation_bytes(arch, each, batch, item_bytes=item, every=every) for each in denoisers]

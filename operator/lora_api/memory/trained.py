@@ -23,6 +23,7 @@ from lora_api.network import ModuleRule, NetworkConfig
 WEIGHT = ".weight"
 _CONVOLUTIONS = ("conv1", "conv2", "conv_shortcut", "downsamplers.0.conv", "upsamplers.0.conv", "proj_in", "proj_out")
 _QWEN_UNREAD = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.")
+_LISTED = re.compile(r"\w+\.\d+\.")
 _TEXT_LAYER = re.compile(r"layers\.(\d+)\.")
 _TEXT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
@@ -119,7 +120,20 @@ def denoiser_targets(arch: str, tensors: Component) -> list[tuple[str, tuple[int
         return [(name, sizes) for name, sizes in linear if name.startswith("layers.")]
     if arch == Arch.QWEN_IMAGE:
         return [(name, sizes) for name, sizes in linear if _qwen_target(name, _list_length(linear))]
-    return [(name, sizes) for name, sizes in linear if any(part.isdigit() for part in name.split(".")[:2])]
+    return [(name, sizes) for name, sizes in linear if _LISTED.match(name)]
+
+
+def layers_in_blocks(arch: str, tensors: Component) -> list[tuple[str, tuple[int, ...]]]:
+    """The linear layers of a denoiser's repeated blocks: those that are quantised and kept in CPU memory on request.
+
+    Args:
+        arch: `model.arch`. The repeated blocks of UNets are the transformer blocks inside their attentions.
+        tensors: Of the denoiser.
+    """
+    linear = [(name, sizes) for name, sizes in layers_of(tensors) if len(sizes) == 2]
+    if arch in UNET_ARCHS:
+        return [(name, sizes) for name, sizes in linear if ".transformer_blocks." in name]
+    return [(name, sizes) for name, sizes in linear if _LISTED.match(name)]
 
 
 def _qwen_target(name: str, count: int) -> bool:

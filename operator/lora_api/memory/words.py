@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from lora_api.config import TrainerConfig
 from lora_api.memory.estimate import CONTEXT_GIB, GIB, Estimate, estimate_of, shapes_for
-from lora_api.training import Precision
+from lora_api.precision import choose_precision
+from lora_api.training import Precision, TrainPrecision
 
 _ROWS = (
     ("weights", "denoiser and VAE"),
@@ -62,17 +63,19 @@ def _advice(config: TrainerConfig, estimate: Estimate) -> Iterator[str]:
             yield "train.gradient_checkpointing: true"
         elif train.batch_size > 1:
             yield "train.batch_size: 1, with more train.gradient_accumulation"
-    if train.dtype is Precision.FP32:
+    if train.dtype == TrainPrecision.FP32:
         yield "train.dtype: bf16"
     if config.network.type == "full":
         yield "network.type: lora"
+    elif config.model.quantize is None and estimate.weights > estimate.training / 4:
+        yield "model.quantize: int8, or nf4 for less still"
     if len(config.datasets) and max(side for each in config.datasets for side in each.resolution) > 512:
         yield "a smaller resolution of the datasets"
 
 
 def expected_precision(config: TrainerConfig) -> Precision:
     """The number format where the device is not known yet: that of current GPUs."""
-    return config.train.dtype
+    return choose_precision(config.train.dtype, "cpu" if config.device == "cpu" else "cuda", bf16=True)[0]
 
 
 def report_for(config: TrainerConfig, available_gib: float | None) -> list[str]:

@@ -18,7 +18,7 @@ import contextlib
 import gc
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ from lora_trainer.families.folder import content_identity, load_part
 from lora_trainer.families.noising import Noising
 from lora_trainer.families.original import Original
 from lora_trainer.families.parts import CLIP_LEAD, Part
+from lora_trainer.memory.quantised import Format, quantise_blocks
 
 if TYPE_CHECKING:
     from lora_trainer.networks.assistant import Assistant
@@ -58,6 +59,7 @@ class BaseModel(Noising, ABC):
         denoiser: The network that adapters are added to.
         assistant: A training adapter that is part of the denoiser's weights, but not of samples.
         forward_module: What `predict` calls: the denoiser, or a wrapper that the loop put around it (DDP).
+        text_format: Quantised format of text encoders that are loaded from now on; None: `dtype`.
         trained_text: Components among `trainable_text_parts` that hold an adapter.
         folder: The model folder.
         dtype: Number format of denoiser and text encoder. The VAE is always fp32: it is small, and bf16 pictures band.
@@ -90,6 +92,7 @@ class BaseModel(Noising, ABC):
         self.forward_module: nn.Module = self.denoiser
         self.assistant: Assistant | None = None
         self.trained_text: tuple[str, ...] = ()
+        self.text_format: Format | None = None
         for module in (self.denoiser, pipe.vae):
             module.requires_grad_(requires_grad=False).eval()
 
@@ -222,6 +225,8 @@ class BaseModel(Noising, ABC):
             cls = transformers.AutoModel
         encoder = load_part(self.folder, cls, part, dtype=self.dtype, use_safetensors=True)
         encoder.requires_grad_(False).eval()
+        if self.text_format is not None:
+            quantise_blocks([encoder], self.text_format, self.device)
         return encoder.to(self.device)  # type: ignore[no-any-return]
 
     def _vae_with_encoder(self) -> Any:
@@ -255,6 +260,7 @@ class BaseModel(Noising, ABC):
     def text_identity(self) -> str:
         """Names what `encode_text` computes: text encoders, tokenizers, length and number format. For cache keys."""
         salt = f"{type(self).__name__}:text:{self.recipe}:{self.text_tokens}:{self.dtype}"
+        salt += "" if self.text_format is None else f":{self.text_format}"
         names = [name for part in self.text_parts for name in (part, part.replace("text_encoder", "tokenizer"))]
         return content_identity(*(self.folder / name for name in names), salt=salt)
 
@@ -301,9 +307,12 @@ class BaseModel(Noising, ABC):
             fresh = self._embed_trained([caption])
         return {**condition, **{name: tensor[0].cpu().contiguous() for name, tensor in fresh.items()}}
 
-    def enable_gradient_checkpointing(self) -> None:
-        """Recomputes activations in the backward pass; loss and gradients stay the same to the bit."""
-        self.denoiser.enable_gradient_checkpointing()  # type: ignore[operator]
+    def enable_gradient_checkpointing(self, call: Callable[..., Any] | None = None) -> None:
+        """Recomputes activations in the backward pass; loss and gradients stay the same to the bit.
+
+        `call` calls a block, its first argument, and decides how; None: every block is recomputed.
+        """
+        self.denoiser.enable_gradient_checkpointing(*(() if call is None else (call,)))  # type: ignore[operator]
 
     # ------------------------------------------------------------------ samples
     @torch.no_grad()

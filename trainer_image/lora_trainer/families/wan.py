@@ -16,7 +16,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -151,10 +151,10 @@ class Experts(nn.Module):
         assert result is not None, "an empty batch"
         return (result + unused.to(result.dtype),)
 
-    def enable_gradient_checkpointing(self) -> None:
+    def enable_gradient_checkpointing(self, *call: Callable[..., Any]) -> None:
         """Of both."""
         for expert in (self.transformer, self.transformer_2):
-            expert.enable_gradient_checkpointing()  # type: ignore[operator]
+            expert.enable_gradient_checkpointing(*call)  # type: ignore[operator]
 
 
 class WanTwoExpertModel(WanModel):

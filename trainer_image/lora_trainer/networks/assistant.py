@@ -3,7 +3,8 @@
 A distilled model loses its few-step ability when it is trained on as it is. A training adapter undoes the distillation:
 merged into the weights, the model trains like an undistilled one, and what was learned works on the plain distilled
 model. Both sets of weights are exact: plain weights are kept on the CPU as they were, merged ones are computed from
-them each time, so that no number of changes wears them down.
+them each time, so that no number of changes wears them down. Where the base model is quantised after the merge, either set is
+quantised anew from there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from lora_trainer.memory.quantised import put_weight
+
 NAME = "assistant"
 _DOWN = (".lora_A.weight", ".lora_down.weight", ".lora.down.weight")
 
@@ -26,20 +29,21 @@ _DOWN = (".lora_A.weight", ".lora_down.weight", ".lora.down.weight")
 class _Change:
     """One weight: W and W + scale B A."""
 
-    weight: nn.Parameter
+    layer: nn.Module
     plain: Tensor  # on the CPU, in the weight's own format
     down: Tensor  # (r, in)
     up: Tensor  # (out, r), with alpha / rank
 
     @torch.no_grad()
     def merge(self) -> None:
-        device = self.weight.device
+        device = _device(self.layer)
         delta = self.up.to(device) @ self.down.to(device)
-        self.weight.copy_(self.plain.to(device).float() + delta.view(self.weight.shape))
+        merged = self.plain.to(device).float() + delta.view(self.plain.shape)
+        put_weight(self.layer, merged.to(self.plain.dtype))
 
     @torch.no_grad()
     def restore(self) -> None:
-        self.weight.copy_(self.plain)
+        put_weight(self.layer, self.plain.to(_device(self.layer)))
 
 
 class Assistant:
@@ -95,12 +99,16 @@ def merge_assistant(pipe: Any, file: Path) -> Assistant:
     return Assistant(changes)
 
 
+def _device(layer: nn.Module) -> torch.device:
+    return next(tensor.device for tensors in (layer.buffers(), layer.parameters()) for tensor in tensors)
+
+
 def _change(layer: Any) -> _Change:
-    weight = layer.get_base_layer().weight
+    base = layer.get_base_layer()
     down, up = layer.lora_A[NAME].weight.detach(), layer.lora_B[NAME].weight.detach()
     return _Change(
-        weight=weight,
-        plain=weight.detach().to("cpu", copy=True),
+        layer=base,
+        plain=base.weight.detach().to("cpu", copy=True),
         down=down.float().flatten(1).cpu(),
         up=(up.float().flatten(1) * float(layer.scaling[NAME])).cpu(),
     )
