@@ -38,7 +38,7 @@ def header_of(facts: Mapping[str, Any], config: TrainerConfig, *, name: str, com
 
 def _modelspec(facts: Mapping[str, Any], config: TrainerConfig, name: str, completed_at: str) -> dict[str, str]:
     arch = str(config.model.arch).replace("_", "-")
-    side = max(size for dataset in config.datasets for size in dataset.resolution)
+    side = _side(config)
     suffix = "" if config.network.type == "full" else f"/{config.network.type}"
     spec = {
         "sai_model_spec": "1.0.0",
@@ -49,8 +49,14 @@ def _modelspec(facts: Mapping[str, Any], config: TrainerConfig, name: str, compl
         "date": completed_at,
         "resolution": f"{side}x{side}",
         "trigger_phrase": config.trigger_word or "",
+        "usage_hint": f"Write {config.trigger_word} into the prompt." if config.trigger_word else "",
     }
     return {f"modelspec.{key}": value for key, value in spec.items() if value}
+
+
+def _side(config: TrainerConfig) -> int:
+    """The largest resolution."""
+    return max(size for dataset in config.datasets for size in dataset.resolution)
 
 
 def _kohya(facts: Mapping[str, Any], config: TrainerConfig, name: str) -> dict[str, str]:
@@ -84,5 +90,25 @@ def _kohya(facts: Mapping[str, Any], config: TrainerConfig, name: str) -> dict[s
         "ss_mixed_precision": str(train.dtype),
         "ss_seed": str(train.seed),
         "ss_num_train_images": str(facts["samples"]),
+        "ss_optimizer_weight_decay": f"{train.weight_decay:g}",
+        "ss_max_grad_norm": f"{train.max_grad_norm:g}",
+        "ss_lr_warmup_steps": str(train.warmup_steps),
+        "ss_unet_lr": f"{train.lr if train.unet_lr is None else train.unet_lr:g}" if train.train_unet else "None",
+        "ss_text_encoder_lr": f"{train.lr if train.text_encoder_lr is None else train.text_encoder_lr:g}"
+        if train.train_text_encoder
+        else "None",
+        "ss_gradient_checkpointing": str(bool(train.gradient_checkpointing)),
+        "ss_cache_latents": str(all(dataset.cache_latents for dataset in config.datasets)),
+        "ss_caption_dropout_rate": f"{max(dataset.caption_dropout for dataset in config.datasets):g}",
+        "ss_resolution": str((_side(config), _side(config))),
+        "ss_enable_bucket": "True",
+        "ss_training_finished_at": str(facts.get("completed_at", "")),
     }
+    if buckets := facts.get("dataset", {}).get("buckets"):
+        sizes = [[int(side) for side in name.split("x")[:2]] for name in buckets]
+        table = {
+            n: {"resolution": size, "count": count}
+            for n, (size, count) in enumerate(zip(sizes, buckets.values(), strict=True))
+        }
+        found |= {"ss_bucket_info": json.dumps({"buckets": table})}
     return found | ({"ss_tag_frequency": json.dumps({"1": {config.trigger_word: 1}})} if config.trigger_word else {})

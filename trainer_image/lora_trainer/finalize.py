@@ -10,8 +10,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lora_api import layout
 from lora_api.config import SampleConfig
 from lora_api.run import FinalManifest, RunConfig, config_hash
@@ -23,6 +21,8 @@ from lora_trainer.export import export_final
 from lora_trainer.export_metadata import base_revision, header_of
 from lora_trainer.fence import Fence
 from lora_trainer.prepare import Prepared
+from lora_trainer.records import Told, write_records
+from lora_trainer.report import dataset_facts
 from lora_trainer.runtime import TORCH_DTYPE
 from lora_trainer.sampling import draw_samples
 from lora_trainer.settings import Settings
@@ -33,13 +33,13 @@ Report = Callable[[str], None]
 _PACKAGES = ("lora-operator", "torch", "diffusers", "transformers", "peft", "safetensors")
 
 
-def draw(prepared: Prepared, sample: SampleConfig, folder: Path, report: Report) -> list[Path]:
+def draw(prepared: Prepared, sample: SampleConfig, folder: Path, step: int, report: Report) -> list[Path]:
     """One picture for each prompt, in `folder`; what `report` raises ends it between two pictures.
 
     Pictures that the device has no room for are left out: a smaller run would not help, and training is worth more.
     """
     try:
-        return _draw(prepared, sample, folder, report)
+        return _draw(prepared, sample, folder, step, report)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -47,7 +47,7 @@ def draw(prepared: Prepared, sample: SampleConfig, folder: Path, report: Report)
         return []
 
 
-def _draw(prepared: Prepared, sample: SampleConfig, folder: Path, report: Report) -> list[Path]:
+def _draw(prepared: Prepared, sample: SampleConfig, folder: Path, step: int, report: Report) -> list[Path]:
     total = len(prepared.conditions)
     report(f"drawing sample 1/{total}")
     conditions, negative = prepared.conditions_now()
@@ -63,6 +63,16 @@ def _draw(prepared: Prepared, sample: SampleConfig, folder: Path, report: Report
         seed=sample.seed,
         num_frames=sample.num_frames,
         fps=sample.fps,
+        texts=[
+            {
+                "prompt": prompt,
+                "seed": str(sample.seed + number),
+                "steps": str(sample.sample_steps),
+                "guidance_scale": f"{sample.guidance_scale:g}",
+                "step": str(step),  # of training
+            }
+            for number, prompt in enumerate(prepared.prompts)
+        ],
         on_drawn=lambda drawn: report(f"drawing sample {min(drawn + 1, total)}/{total}"),
     )
 
@@ -72,12 +82,20 @@ def put_samples(prepared: Prepared, settings: Settings, store: Store, step: int,
     if not prepared.conditions:
         return
     with tempfile.TemporaryDirectory(prefix="lora-samples-") as scratch:
-        for path in draw(prepared, settings.sample, Path(scratch), report):
+        for path in draw(prepared, settings.sample, Path(scratch), step, report):
             store.put(layout.samples_folder(step) + path.name, path)
 
 
 def finish(
-    prepared: Prepared, settings: Settings, run: RunConfig, *, store: Store, fence: Fence, step: int, report: Report
+    prepared: Prepared,
+    settings: Settings,
+    run: RunConfig,
+    *,
+    store: Store,
+    fence: Fence,
+    step: int,
+    told: Told,
+    report: Report,
 ) -> FinalManifest:
     """Writes `final/`; the job has succeeded when this returns.
 
@@ -88,28 +106,22 @@ def finish(
     with tempfile.TemporaryDirectory(prefix="lora-final-") as scratch:
         folder = Path(scratch)
         report("exporting the adapter")
-        facts = facts_of(prepared, run, step)
+        facts = facts_of(prepared, settings, run, step) | {"completed_at": clock.now()}
         save = settings.save
         adapter = export_final(
             prepared.model,
             prepared.adapter,
             folder,
             dtype=TORCH_DTYPE[save.dtype],
-            metadata=header_of(facts, run.config, name=run.job_name, completed_at=clock.now()),
+            metadata=header_of(facts, settings.config, name=run.job_name, completed_at=facts["completed_at"]),
             formats=save.formats,
             weights_bin=save.weights_bin,
         )
         exported = sorted(path for path in folder.rglob("*") if path.is_file())
-        (folder / "config.json").write_text(settings.config.model_dump_json(indent=1))
-        (folder / "metadata.yaml").write_text(
-            yaml.safe_dump(
-                facts | {"dtype": str(prepared.precision), "memory_gib": prepared.memory.facts()},
-                sort_keys=False,
-                allow_unicode=True,
-            )
-        )
-        drawn = draw(prepared, settings.sample, folder / "samples", report) if prepared.conditions else []
-        exported += [folder / "config.json", folder / "metadata.yaml"]
+        drawn = draw(prepared, settings.sample, folder / "samples", step, report) if prepared.conditions else []
+        report("writing the report")
+        facts |= {"dtype": str(prepared.precision), "memory_gib": prepared.memory.facts()}
+        exported += write_records(folder, facts, settings, store=store, told=told, drawn=drawn)
         files = {path.relative_to(folder).as_posix(): path for path in exported}
         samples = {f"sample-{path.name}": path for path in drawn}
         for number, (name, path) in enumerate((files | samples).items(), 1):
@@ -130,9 +142,9 @@ def finish(
     return manifest
 
 
-def facts_of(prepared: Prepared, run: RunConfig, step: int) -> dict[str, Any]:
+def facts_of(prepared: Prepared, settings: Settings, run: RunConfig, step: int) -> dict[str, Any]:
     """What an adapter was made from, as plain data."""
-    config = run.config
+    config = settings.config
     return {
         "job": f"{run.namespace}/{run.job_name}",
         "base_model": config.model.name_or_path,
@@ -144,10 +156,12 @@ def facts_of(prepared: Prepared, run: RunConfig, step: int) -> dict[str, Any]:
         "network": config.network.model_dump(mode="json"),
         "trigger_word": config.trigger_word or "",
         "dataset_digest": prepared.data_digest,
+        "dataset": dataset_facts(prepared.samples, config.trigger_word),
         "samples": len(prepared.samples),
         "steps": step,
         "seed": config.train.seed,
-        "config_hash": config_hash(config),
+        "config": config.model_dump(mode="json"),
+        "config_hash": config_hash(run.config),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
     }
 

@@ -214,6 +214,10 @@ class Reporter:
         self._lines.append(json.dumps({name: _short(value) for name, value in values.items()}))
         self._unwritten_lines = True
 
+    def told(self) -> list[dict[str, Any]]:
+        """The metric lines of this start."""
+        return [json.loads(line) for line in list(self._lines)]
+
     def close(self, word: ExitWord) -> None:
         """Ends the reports with a last heartbeat that carries the word."""
         if self.store is None:

@@ -6,11 +6,12 @@ import io
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from lora_trainer.families.base import BaseModel
@@ -29,6 +30,7 @@ def draw_samples(
     seed: int,
     num_frames: int = 1,
     fps: int = 16,
+    texts: Sequence[Mapping[str, str]] = (),
     on_drawn: Callable[[int], None] = lambda drawn: None,  # noqa: ARG005 a callback that does nothing
 ) -> list[Path]:
     """Draws one picture for each condition and saves it as `00.png`, `01.png` ... in `folder`.
@@ -49,6 +51,7 @@ def draw_samples(
         seed: Of the first picture.
         num_frames: Of each clip, for families that make them.
         fps: At which clips play.
+        texts: For each condition what its PNG says about itself, by keyword: the prompt and the like.
         on_drawn: Called after each picture with the number drawn so far.
 
     Returns:
@@ -68,7 +71,7 @@ def draw_samples(
         )
         if len(frames) > 1:
             paths.append(save_clip(frames, folder / f"{index:02d}.webp", fps))
-        paths.append(save_png(side_by_side(frames), folder / f"{index:02d}.png"))
+        paths.append(save_png(side_by_side(frames), folder / f"{index:02d}.png", texts[index] if texts else {}))
         on_drawn(index + 1)
     return paths
 
@@ -107,10 +110,13 @@ def save_clip(frames: Sequence[Image.Image], path: Path, fps: int) -> Path:
     return _write(buffer.getvalue(), path)
 
 
-def save_png(picture: Image.Image, path: Path) -> Path:
-    """Writes a PNG, whole or not at all; the same picture gives the same bytes."""
+def save_png(picture: Image.Image, path: Path, texts: Mapping[str, str] | None = None) -> Path:
+    """Writes a PNG with texts, whole or not at all; the same picture and texts give the same bytes."""
     buffer = io.BytesIO()
-    picture.save(buffer, format="PNG")
+    information = PngInfo()
+    for keyword, text in (texts or {}).items():
+        information.add_itxt(keyword, text)
+    picture.save(buffer, format="PNG", pnginfo=information)
     return _write(buffer.getvalue(), path)
 
 

@@ -22,6 +22,7 @@ from lora_trainer.finalize import finish, put_samples
 from lora_trainer.loop import Loop
 from lora_trainer.prepare import Preparation
 from lora_trainer.prompts import prompts_of, take_prompts
+from lora_trainer.records import Told
 from lora_trainer.retention import remove_old_checkpoints
 from lora_trainer.retry import place
 from lora_trainer.runtime import Group, synchronise
@@ -89,7 +90,7 @@ class Session:
             self._take_prompts(self._say)
             finish(
                 self.prepared, self.settings, self.run, store=self.store, fence=self.fence, step=self.state.step,
-                report=self._say,
+                told=Told(self.beginning.start, reporter.told(), reporter.now, self.saves.stall_seconds), report=self._say,
             )  # fmt: skip
         self.group.wait(stop.check)
         reporter.detail("finished")
