@@ -455,6 +455,36 @@ CROSS_FIELD = [
         )
     ),
     _bad(
+        "spec.config.datasets.0.weight",
+        [{"at_step": 5, "value": 1}, {"at_step": 5, "value": 2}],
+        "at_step 5 follows 5; give the points in the order of their steps",
+    ),
+    _bad(
+        "spec.config.datasets",
+        [{"folder_path": "s3://datasets/a", "weight": [{"value": 1}]}, {"folder_path": "s3://datasets/b"}],
+        "spec.config.datasets[1].weight: is missing, and datasets[0] has one; weights count relative to each other, so give "
+        "every dataset one, or none",
+        named="spec.config.datasets",
+    ),
+    _bad(
+        "spec.config.datasets.0.weight",
+        [{"value": 0}],
+        "0 at step 0, and so is that of every dataset; let one of them be above 0",
+        named="spec.config.datasets",
+    ),
+    _bad(
+        "spec.config.datasets.0.weight",
+        [{"value": 1}, {"at_step": 9, "value": 0}],
+        "0 at step 9, and so is that of every dataset; let one of them be above 0",
+        server=False,
+    ),
+    _bad(
+        "spec.config.datasets.0.is_reg",
+        True,
+        "true in every dataset, so there is nothing to learn; set it to false in one",
+        named="spec.config.datasets",
+    ),
+    _bad(
         "spec.config.train.stages",
         [{"steps": 3000}, {}],
         "take 3000 steps before the last one, which leaves none of train.steps: 1000 for it; set train.steps above 3000",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from lora_api.cel_rule import Rule
 from lora_api.optimization import LEAST_FACTOR
-from lora_api.order import MAX_STAGES, STEPS, StageConfig
+from lora_api.order import MAX_POINTS, MAX_STAGES, STEPS, StageConfig
+from lora_api.schema import ITEMS
 
 _LAST = "self.stages[self.stages.size() - 1]"
 _PLANNED = "self.stages.map(s, has(s.steps) ? s.steps : 0).sum()"
@@ -56,6 +57,31 @@ RULES: tuple[Rule, ...] = (
         "self.stages.all(s, !has(s.lr_scheduler) || s.lr_scheduler == 'constant')",
         message="the lr_scheduler of a stage must be constant: optimizer schedule_free_adamw averages in place of a schedule",
         field="stages",
+    ),
+    Rule(
+        on=("spec", "config", "datasets", ITEMS),
+        rule=f"[{', '.join(map(str, range(MAX_POINTS - 1)))}].all(i, i >= self.weight.size() - 1 || "
+        "self.weight[i].at_step < self.weight[i + 1].at_step)",
+        message="give the points in the order of their steps",
+        field="weight",
+    ),
+    Rule(
+        on=("spec", "config"),
+        rule="self.datasets.all(d, d.weight.size() > 0) || self.datasets.all(d, d.weight.size() == 0)",
+        message="weights count relative to each other, so give every dataset one, or none",
+        field="datasets",
+    ),
+    Rule(
+        on=("spec", "config"),
+        rule="self.datasets.exists(d, d.weight.size() == 0 || d.weight.exists(p, p.value > 0.0))",
+        message="the weight of every dataset is 0; let one of them be above 0",
+        field="datasets",
+    ),
+    Rule(
+        on=("spec", "config"),
+        rule="self.datasets.exists(d, !d.is_reg)",
+        message="is_reg is true in every dataset, so there is nothing to learn; set it to false in one",
+        field="datasets",
     ),
 )
 

@@ -159,5 +159,6 @@ ALIASES: dict[str, str] = {
     "rank": "linear",
     "alpha": "linear_alpha",
     "gradient_accumulation_steps": "gradient_accumulation",
+    "prior_loss_weight": "reg_weight",
 }
 """Other tools' spellings. They are refused with the right name as suggestion."""

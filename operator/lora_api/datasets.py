@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 from lora_api.archs import FRAME_STEP
 from lora_api.base import Native
 from lora_api.locations import Line, Location
+from lora_api.order import MAX_POINTS, WeightPoint
 
 
 def _clip_length(value: int) -> int:
@@ -46,6 +47,17 @@ class DatasetConfig(Native):
         True, description="Keep encoded pictures on disk, by content hash, outside the dataset folder."
     )
     num_repeats: int = Field(1, ge=1, le=10000, description="How often each picture counts in one epoch.")
+    weight: tuple[WeightPoint, ...] = Field(
+        (),
+        max_length=MAX_POINTS,
+        description="Share of the batches that are of this dataset, as points over the steps: `[{value: 3}]` beside "
+        "`[{value: 1}]` is three of four, whatever the sizes. Left out in all datasets: by size times `num_repeats`.",
+    )
+    is_reg: bool = Field(
+        False,
+        description="A regularisation set: pictures of the class, for prior preservation (Ruiz et al. 2023, section 3.2). "
+        "They get no trigger word, and their loss is weighed by `train.reg_weight`.",
+    )
     num_frames: Frames = Field(
         1,
         description="Frames of each clip, 4k + 1 of them, for families that make videos. 1: pictures only; more: clips, "

@@ -40,7 +40,9 @@ class ModuleRule(Native):
         le=10,
         description="Learning rate of these layers. A change of `train.lr` while training scales it in proportion.",
     )
-    freeze: bool = Field(False, description="Leave these layers as they are.")
+    freeze: bool = Field(
+        False, description="Leave these layers as they are: as `network.init_from` made them, or as in the base model."
+    )
 
     @model_validator(mode="after")
     def _frozen_layers_have_no_settings(self) -> ModuleRule:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import bisect
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
@@ -12,6 +13,7 @@ from lora_api.optimization import LrScheduler, SchedulerParams
 
 STEPS = 1000  # of a run that says nothing of its length
 MAX_STAGES = 16
+MAX_POINTS = 16
 
 Resolutions: TypeAlias = tuple[Annotated[int, Field(ge=32, le=8192)], ...]
 
@@ -52,6 +54,15 @@ class StageConfig(Native):
     )
 
 
+class WeightPoint(Native):
+    """How much a dataset weighs from a step on. Between two points the value goes straight from one to the other."""
+
+    at_step: int = Field(0, ge=0, le=10_000_000, description="Optimizer steps done.")
+    value: float = Field(
+        ge=0, le=1e6, description="Weight, relative to the other datasets at that step; 0 leaves the dataset out."
+    )
+
+
 def total_steps(train: Mapping[str, Any]) -> int:
     """`train.steps` where it is left out: the sum of the stages, if every one has its own.
 
@@ -69,3 +80,18 @@ def without_its_end(train: dict[str, Any]) -> dict[str, Any]:
         return train
     *others, last = stages
     return {**train, "stages": [*others, {key: value for key, value in last.items() if key != "steps"}]}
+
+
+def weight_at(points: Sequence[WeightPoint], step: int) -> float:
+    """A weight after `step` updates: straight between its points, level before the first and after the last.
+
+    Args:
+        points: At least one, in the order of their steps.
+        step: Updates done.
+    """
+    after = bisect.bisect_right(points, step, key=lambda point: point.at_step)
+    if after == 0 or after == len(points):
+        return points[max(0, after - 1)].value
+    one, other = points[after - 1], points[after]
+    share = (step - one.at_step) / (other.at_step - one.at_step)
+    return one.value + share * (other.value - one.value)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from lora_api.optimization import LEAST_FACTOR
+from lora_api.order import weight_at
 
 if TYPE_CHECKING:
     from lora_api.config import TrainerConfig
@@ -53,6 +55,45 @@ def schedules_of_stages_have_a_meaning(config: TrainerConfig) -> str | None:
     return None
 
 
+def weights_are_given_in_order(config: TrainerConfig) -> str | None:
+    """Points of a weight follow each other."""
+    for number, dataset in enumerate(config.datasets):
+        steps = [point.at_step for point in dataset.weight]
+        for one, other in pairwise(steps):
+            if one >= other:
+                return f"datasets[{number}].weight: at_step {other} follows {one}; give the points in the order of their steps"
+    return None
+
+
+def all_datasets_have_weights_or_none(config: TrainerConfig) -> str | None:
+    """A weight says nothing beside a dataset without one."""
+    weighed = [bool(dataset.weight) for dataset in config.datasets]
+    if any(weighed) and not all(weighed):
+        return (
+            f"datasets[{weighed.index(False)}].weight: is missing, and datasets[{weighed.index(True)}] has one; weights count "
+            "relative to each other, so give every dataset one, or none"
+        )
+    return None
+
+
+def something_weighs_at_every_step(config: TrainerConfig) -> str | None:
+    """Weights are straight between their points, so they are all 0 somewhere only if they are so at a point."""
+    if not config.datasets[0].weight:
+        return None
+    steps = sorted({0, *(point.at_step for dataset in config.datasets for point in dataset.weight)})
+    for step in steps:
+        if not any(weight_at(dataset.weight, step) for dataset in config.datasets):
+            return f"datasets[0].weight: 0 at step {step}, and so is that of every dataset; let one of them be above 0"
+    return None
+
+
+def something_is_no_regularisation_set(config: TrainerConfig) -> str | None:
+    """Prior preservation needs something new beside the prior."""
+    if all(dataset.is_reg for dataset in config.datasets):
+        return "datasets[0].is_reg: true in every dataset, so there is nothing to learn; set it to false in one"
+    return None
+
+
 def stages_fit_the_optimizer(config: TrainerConfig) -> str | None:
     """What `rules_optimization` asks of the run's rate and schedule holds for those of its stages."""
     optimizer = config.train.optimizer
@@ -73,5 +114,9 @@ RULES: tuple[Callable[[TrainerConfig], str | None], ...] = (
     stages_are_as_long_as_the_run,
     schedules_of_stages_have_a_meaning,
     stages_fit_the_optimizer,
+    weights_are_given_in_order,
+    all_datasets_have_weights_or_none,
+    something_weighs_at_every_step,
+    something_is_no_regularisation_set,
 )
 """In the order in which they are asked."""

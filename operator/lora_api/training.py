@@ -197,6 +197,9 @@ class TrainConfig(Native):
         le=1,
         description="Adds so much noise to what the model is shown, but not to its target (Ning et al. 2023); 0.1 is common.",
     )
+    reg_weight: float = Field(
+        1.0, ge=0, le=1000, description="Weight of the loss of regularisation sets (`datasets[].is_reg`)."
+    )
     max_nonfinite_steps: int = Field(
         10, ge=1, le=10000, description="Steps in a row whose loss is not finite before the run stops."
     )

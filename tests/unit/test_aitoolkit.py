@@ -446,3 +446,30 @@ def test_a_format_of_weights_that_is_not_known_is_refused():
     raw = put(put(put(preset(), "model.quantize", True), "model.quantize_te", False), "model.qtype", "ternary")
     (said,) = problems(raw)
     assert said.startswith('config.process[0].model.qtype: "ternary" has no counterpart here; expected one of qfloat8')
+
+
+# ------------------------------------------------------------------ regularisation sets
+def with_sets(*sets):
+    raw = put(preset(), "train.reg_weight", 0.5)
+    first = raw["config"]["process"][0]["datasets"][0]
+    return put(
+        raw, "datasets", [first, *({"folder_path": f"/reg{n}", "is_reg": is_reg} for n, is_reg in enumerate(sets))]
+    )
+
+
+def test_a_regularisation_set_is_seen_in_every_second_step_as_there():
+    found = convert(with_sets(True), {})
+    config = parse(TrainerConfig, found.config)
+    assert [each.is_reg for each in config.datasets] == [False, True]
+    assert [each.weight[0].value for each in config.datasets] == [1.0, 1.0]
+    assert config.train.reg_weight == 0.5
+
+
+def test_several_datasets_beside_a_regularisation_set_go_by_size_which_is_said():
+    found = convert(with_sets(False, True), {})
+    assert [each.weight for each in parse(TrainerConfig, found.config).datasets] == [(), (), ()]
+    assert "every second step is on regularisation sets there" in notes_about(found, "is_reg")[0]
+
+
+def test_a_set_that_is_none_gets_no_weight():
+    assert "weight" not in convert(with_sets(False), {}).config["datasets"][0]

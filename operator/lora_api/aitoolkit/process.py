@@ -72,10 +72,27 @@ def _datasets(block: Block, path: str) -> list[dict[str, Any]]:
     if not isinstance(given, list):
         block.problem("datasets", f"found {short(given)} ({type_name(given)}), expected a list")
         return []
-    return [
+    datasets = [
         _read_dataset(Block(each, f"{path}.datasets[{n}]", f"datasets[{n}]", block.findings), trigger)
         for n, each in enumerate(given)
     ]
+    _alternate_with_regularisation(datasets, block)
+    return datasets
+
+
+def _alternate_with_regularisation(datasets: list[dict[str, Any]], block: Block) -> None:
+    """Regularisation sets are seen in every second step there, whatever their size."""
+    sets = [dataset for dataset in datasets if dataset.get("is_reg") is True]
+    if not sets or len(sets) == len(datasets):
+        return
+    if len(datasets) == 2:
+        for dataset in datasets:
+            dataset.setdefault("weight", [{"value": 1.0}])
+        return
+    block.note(
+        "datasets[].is_reg: every second step is on regularisation sets there; here each dataset counts by its size, so set "
+        "weight in all of them"
+    )
 
 
 def _read_dataset(block: Block, trigger: Any) -> dict[str, Any]:

@@ -34,6 +34,8 @@ class Sample:
     dropout: float  # how often that is
     cached: bool  # whether its latents are kept on disk
     frames: tuple[int, ...] = ()  # of a clip, the numbers of those that are taken; of a picture none
+    dataset: int = 0  # number of the dataset that it is of
+    is_reg: bool = False  # whether that is a regularisation set
 
     @property
     def group(self) -> tuple[Size, int]:
@@ -68,9 +70,11 @@ def plan_samples(
         once: list[Sample] = []
         for done, picture in enumerate(pictures, 1):
             report(f"reading {done}/{len(pictures)} pictures of {config.folder_path}")
-            once += _samples_of(picture, config, trigger, multiple, prints)
+            once += _samples_of(picture, config, None if config.is_reg else trigger, multiple, prints)
         samples += [
-            _repeated(sample, config, repeat, prints) for sample in once for repeat in range(config.num_repeats)
+            replace(_repeated(sample, config, repeat, prints), dataset=number, is_reg=config.is_reg)
+            for sample in once
+            for repeat in range(config.num_repeats)
         ]
     return samples
 

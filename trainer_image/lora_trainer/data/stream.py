@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lora_trainer.data.cache import TensorCache, latents_key, text_key
 from lora_trainer.data.encode import pixels_of
-from lora_trainer.data.sampler import BatchOrder
 from lora_trainer.data.samples import Sample
+from lora_trainer.data.weights import Order
 from lora_trainer.objective import Objective
 
 if TYPE_CHECKING:
@@ -119,16 +119,18 @@ class BatchMaker:
     def __init__(
         self,
         reader: SampleReader,
-        order: BatchOrder,
+        order: Order,
         model: BaseModel,
         share: Share,
         objective: Objective,
         *,
         first_iteration: int = 0,
+        sample_weights: Sequence[float] | None = None,
     ) -> None:
         self._reader, self._order, self._model, self._share = reader, order, model, share
         self._objective = objective
         self._first_iteration = first_iteration  # of the stage: its order begins there
+        self._sample_weights = sample_weights
 
     @torch.no_grad()
     def make(self, iteration: int, micro: int) -> MicroBatch:
@@ -154,9 +156,17 @@ class BatchMaker:
             conditioning=model.collate([self._reader.condition(*each) for each in drawn]),
             slot=first,
             captions=tuple(self._reader.caption(*each) for each in drawn) if model.trained_text else (),
-            loss_weight=self._to_device(self._objective.weights(model, corrupted.time)),
+            loss_weight=self._to_device(self._loss_weight(mine, corrupted.time)),
             delta=self._to_device(self._objective.deltas(model, corrupted.time)),
         )
+
+    def _loss_weight(self, numbers: Sequence[int], time_B: Tensor) -> Tensor | None:
+        """Weights (B,) by noise level and by what a sample is for; None where all are 1."""
+        by_time = self._objective.weights(self._model, time_B)
+        if self._sample_weights is None:
+            return by_time
+        own_B = torch.tensor([self._sample_weights[number] for number in numbers])
+        return own_B if by_time is None else own_B * by_time
 
     @overload
     def _to_device(self, tensor: Tensor) -> Tensor: ...

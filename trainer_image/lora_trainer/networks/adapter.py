@@ -108,7 +108,8 @@ class Adapter(Trainable):
                 key = f"{name}.{_factor_name(inner)}"
                 parameters[key], rates[key] = parameter, self.layers[name].lr
                 self._keys[name].append(key)
-        super().__init__(parts, parameters, rates)
+        frozen = {key for name, keys in self._keys.items() if self.layers[name].frozen for key in keys}
+        super().__init__(parts, parameters, rates, frozen)
         self.train()
 
     @property
@@ -140,6 +141,8 @@ class Adapter(Trainable):
         """False: the model answers as the base model; True: with the adapter again."""
         for layer in self._layers.values():
             layer.enable_adapters(enabled=enabled)
+        for key in self._frozen:  # peft makes every adapter trainable that it switches on
+            self._parameters[key].requires_grad = False
 
     # ------------------------------------------------------------------ one layer
     def weight(self, module: str) -> Tensor:

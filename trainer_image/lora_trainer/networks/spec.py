@@ -45,6 +45,7 @@ class Layer:
         rank: r; MAX_RANK for whole Kronecker factors.
         alpha: The scale is alpha / rank.
         lr: Its own learning rate; None: that of the job.
+        frozen: Keeps what a warm start gives it.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Layer:
     rank: int
     alpha: float
     lr: float | None = None
+    frozen: bool = False
 
 
 def resolve_targets(parts: Sequence[Part], network: NetworkConfig) -> Targets:
@@ -117,9 +119,9 @@ def filter_names(names: list[str], network: NetworkConfig, parts: Sequence[Part]
 
 
 def rule_for_each(
-    names: list[str], rules: tuple[ModuleRule, ...], parts: Sequence[Part]
+    names: list[str], rules: tuple[ModuleRule, ...], parts: Sequence[Part], *, keep_frozen: bool = False
 ) -> dict[str, ModuleRule | None]:
-    """The first rule whose pattern matches each name; frozen names are left out.
+    """The first rule whose pattern matches each name; frozen names are left out, unless they are to be kept.
 
     Raises:
         ValueError: A rule matches nothing, or only what rules before it took, or everything is frozen.
@@ -138,16 +140,13 @@ def rule_for_each(
             )
         for name in matching:
             taken.setdefault(name, number)
-    left = {
-        name: rules[taken[name]] if name in taken else None
-        for name in names
-        if name not in taken or not rules[taken[name]].freeze
-    }
+    found = {name: rules[taken[name]] if name in taken else None for name in names}
+    left = {name: rule for name, rule in found.items() if rule is None or not rule.freeze}
     if not left:
         raise ValueError(
             "network.modules: freeze all layers, so nothing would be trained; let one rule match fewer layers"
         )
-    return left
+    return found if keep_frozen else left
 
 
 def _matches(part: Part, name: str, pattern: str) -> bool:
@@ -156,13 +155,13 @@ def _matches(part: Part, name: str, pattern: str) -> bool:
 
 
 def plan_layers(parts: Sequence[Part], network: NetworkConfig) -> tuple[Layer, ...]:
-    """What is done to each layer that `network` trains.
+    """What is done to each layer that `network` trains, and to frozen ones where they may begin with a change to keep.
 
     Raises:
         ValueError: A filter or a pattern matches nothing, or no layer is left.
     """
     targets = resolve_targets(parts, network)
-    rules = rule_for_each(list(targets.all), network.modules, parts)
+    rules = rule_for_each(list(targets.all), network.modules, parts, keep_frozen=network.init_from is not None)
     convs = set(targets.conv)
     return tuple(_layer(name, network, rule, is_conv=name in convs) for name, rule in rules.items())
 
@@ -172,13 +171,13 @@ def _layer(name: str, network: NetworkConfig, rule: ModuleRule | None, *, is_con
     kind = own.type or network.type
     assert kind != "full", "full fine-tuning has no adapter layers"
     if kind == "lokr" and network.lokr_full_rank:
-        return Layer(name, kind, MAX_RANK, float(MAX_RANK), own.lr)
+        return Layer(name, kind, MAX_RANK, float(MAX_RANK), own.lr, own.freeze)
     if is_conv:
         assert network.conv is not None
-        return Layer(name, kind, network.conv, float(network.conv_alpha or network.conv), own.lr)
+        return Layer(name, kind, network.conv, float(network.conv_alpha or network.conv), own.lr, own.freeze)
     rank = own.linear or network.linear
     alpha = own.linear_alpha or (None if own.linear else network.linear_alpha)
-    return Layer(name, kind, rank, float(alpha or rank), own.lr)
+    return Layer(name, kind, rank, float(alpha or rank), own.lr, own.freeze)
 
 
 def _candidates(names: list[str]) -> str:

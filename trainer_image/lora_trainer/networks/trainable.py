@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self, cast
 
 import torch
@@ -27,14 +27,19 @@ class Trainable(ABC):
     modules: list[str]
 
     def __init__(
-        self, parts: Sequence[Part], parameters: Mapping[str, nn.Parameter], rates: Mapping[str, float | None]
+        self,
+        parts: Sequence[Part],
+        parameters: Mapping[str, nn.Parameter],
+        rates: Mapping[str, float | None],
+        frozen: Collection[str] = (),
     ) -> None:
         self.parts = parts
         self._parameters = {key: parameters[key] for _, keys in by_part(parts, sorted(parameters)) for key in keys}
         self._rates = {key: rates[key] for key in self._parameters}
-        for parameter in self._parameters.values():
+        self._frozen = frozenset(frozen)
+        for key, parameter in self._parameters.items():
             parameter.data = parameter.data.float()
-            parameter.requires_grad = True
+            parameter.requires_grad = key not in frozen
 
     @property
     def module_count(self) -> int:
@@ -64,6 +69,8 @@ class Trainable(ABC):
         """
         groups: dict[float | None, list[nn.Parameter]] = {}
         for key, parameter in self._parameters.items():
+            if key in self._frozen:
+                continue  # part of the result, but kept as a warm start made it
             own = self._rates[key]
             shared = text_lr if part_of(self.parts, key).encodes_text else denoiser_lr
             groups.setdefault(shared if own is None else own, []).append(parameter)
