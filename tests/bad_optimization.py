@@ -64,6 +64,10 @@ TRAIN: list[tuple[dict[str, Any], str]] = [
         {"optimizer": "schedule_free_adamw", "adam_beta1": 0},
         "adam_beta1: 0, but optimizer schedule_free_adamw interpolates by it; expected a value above 0",
     ),
+    (
+        {"optimizer": "schedule_free_adamw", "ema_config": {"use_ema": True}},
+        "ema_config.use_ema: true, but optimizer schedule_free_adamw averages by itself; set it to false",
+    ),
 ]
 
 CASES: list[tuple[dict[str, Any], str, str | None]] = [

@@ -93,4 +93,10 @@ RULES: tuple[Rule, ...] = (
         message="must be above 0: optimizer schedule_free_adamw interpolates by it",
         field="adam_beta1",
     ),
+    Rule(
+        on=_TRAIN,
+        rule="!self.ema_config.use_ema || self.optimizer != 'schedule_free_adamw'",
+        message="must be false: optimizer schedule_free_adamw averages by itself",
+        field="ema_config.use_ema",
+    ),
 )

@@ -92,3 +92,19 @@ PARAMS_OF: dict[Optimizer, tuple[str, ...]] = {
 
 LEAST_FACTOR = 0.01
 """Below it a rate for prodigy, which is a factor of about 1 there, must be meant as a rate of AdamW."""
+
+
+class EmaConfig(Native):
+    """An average of the weights, from which samples, adapters of checkpoints and the final adapter are made."""
+
+    use_ema: bool = Field(False, description="Keep an exponential moving average of what is trained.")
+    ema_decay: float = Field(
+        0.999,
+        ge=0,
+        lt=1,
+        description="Share of the average that stays at each step: 0.999 looks back about 1000 steps.",
+    )
+    ema_warmup: bool = Field(
+        True,
+        description="Begin with a smaller decay, (1 + step) / (10 + step), so that the start values are soon forgotten.",
+    )

@@ -84,11 +84,19 @@ def schedule_free_has_no_schedule(config: TrainerConfig) -> str | None:
     return None
 
 
+def one_average_is_enough(config: TrainerConfig) -> str | None:
+    """An average of an average lags behind."""
+    if config.train.ema_config.use_ema and config.train.optimizer == "schedule_free_adamw":
+        return "train.ema_config.use_ema: true, but optimizer schedule_free_adamw averages by itself; set it to false"
+    return None
+
+
 RULES: tuple[Callable[[TrainerConfig], str | None], ...] = (
     the_warm_up_is_given_once,
     the_schedule_has_the_shape_it_is_given,
     optimizers_get_what_they_have,
     rates_of_prodigy_are_factors,
     schedule_free_has_no_schedule,
+    one_average_is_enough,
 )
 """In the order in which they are asked."""

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from lora_api.archs import TEXT_ENCODER_ARCHS
 from lora_api.base import Native
-from lora_api.optimization import LrScheduler, Optimizer, OptimizerParams, SchedulerParams
+from lora_api.optimization import EmaConfig, LrScheduler, Optimizer, OptimizerParams, SchedulerParams
 from lora_api.order import MAX_STAGES, STEPS, StageConfig, total_steps
 
 
@@ -95,6 +95,7 @@ class TrainConfig(Native):
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="Beta 2 of the same.")
     adam_epsilon: float = Field(1e-8, gt=0, le=1, description="Epsilon of the same.")
     max_grad_norm: float = Field(1.0, ge=0, le=1e6, description="Global gradient norm limit; 0 switches clipping off.")
+    ema_config: EmaConfig = Field(EmaConfig(), description="Average of the weights.")
     train_unet: bool = Field(True, description="Train the denoiser (UNet or transformer).")
     train_text_encoder: bool = Field(
         False,

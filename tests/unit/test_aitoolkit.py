@@ -278,9 +278,14 @@ def test_losses_and_noise_have_the_same_names():
     assert "use min_snr_gamma" in problems(put(preset(), "train.snr_gamma", 5))[0]
 
 
-def test_averaged_weights_are_refused_only_when_they_are_asked_for():
-    assert imported(train__ema_config={"use_ema": False, "ema_decay": 0.99})
-    assert "averaging weights" in problems(put(preset(), "train.ema_config", {"use_ema": True}))[0]
+def test_averaged_weights_keep_their_decay_which_is_not_warmed_up_there():
+    off = imported(train__ema_config={"use_ema": False, "ema_decay": 0.99, "use_feedback": False})
+    assert "ema_config" not in off.config["train"]
+    found = imported(train__ema_config={"use_ema": True, "ema_decay": 0.99})
+    assert found.config["train"]["ema_config"] == {"use_ema": True, "ema_decay": 0.99, "ema_warmup": False}
+    parse(TrainerConfig, found.config)
+    fed_back = put(preset(), "train.ema_config", {"use_ema": True, "use_feedback": True})
+    assert "feeding the average back" in problems(fed_back)[0]
 
 
 def test_what_is_left_out_has_the_value_it_has_there():

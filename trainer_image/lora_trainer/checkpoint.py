@@ -21,6 +21,7 @@ from lora_trainer.fence import Fence
 log = logging.getLogger(__name__)
 
 ADAPTER, OPTIMIZER, STATE = "adapter.safetensors", "optimizer.safetensors", "state.json"
+TRAINING = "training.safetensors"  # only where the adapter's file holds an average: what training goes on with
 NAMES = (ADAPTER, OPTIMIZER, STATE)
 
 

@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from lora_api.config import TrainerConfig
 from lora_api.run import Control
 from lora_api.training import Precision
+from lora_trainer.averages import Average
 from lora_trainer.control import ControlWatch
 from lora_trainer.course import enter
 from lora_trainer.data.stream import Batches, MicroBatch
@@ -73,6 +74,7 @@ class Loop:
         reporter: Told about every update.
         control: Newer settings, on rank 0.
         planned: Changes that come again at the steps at which an earlier start made them.
+        average: Takes in the weights after each update.
         saves: Heard after each agreement: whether the last save went well.
         precision: Number format of the forward pass; None: `train.dtype`, which is not auto then.
         after_step: Called with the step after each update: saves and samples when they are due.
@@ -92,6 +94,7 @@ class Loop:
     control: ControlWatch | None = None
     planned: tuple[Change, ...] = ()
     saves: Saves | None = None
+    average: Average | None = None
     after_step: Callable[[int, Settings], None] = lambda step, settings: None  # noqa: ARG005 - does nothing
     timer: PartTimer = field(default_factory=lambda: PartTimer(0))
     stages: tuple[Stage, ...] = ()
@@ -189,6 +192,8 @@ class Loop:
                 group["lr"] = lr * group["lr_scale"]
             self.optimizer.step()
             self.optimizer.zero_grad()
+            if self.average is not None:
+                self.average.update(state.step + 1)
         state.step += 1
         state.iteration += 1
         state.nonfinite_in_a_row = 0

@@ -11,6 +11,7 @@ from lora_api.run import CheckpointManifest, RunConfig, config_hash
 from lora_api.store import Store
 from lora_api.stores import Credentials
 from lora_trainer import checkpoint, clock
+from lora_trainer.averages import build_average, standing_in
 from lora_trainer.beginning import Beginning
 from lora_trainer.checkpoint import Checkpoint
 from lora_trainer.control import ControlWatch
@@ -88,10 +89,12 @@ class Session:
         stop.check()
         if self.fence is not None:
             self._take_prompts(self._say)
-            finish(
-                self.prepared, self.settings, self.run, store=self.store, fence=self.fence, step=self.state.step,
-                told=Told(self.beginning.start, reporter.told(), reporter.now, self.saves.stall_seconds), report=self._say,
-            )  # fmt: skip
+            with standing_in(self.average):
+                finish(
+                    self.prepared, self.settings, self.run, store=self.store, fence=self.fence, step=self.state.step,
+                    told=Told(self.beginning.start, reporter.told(), reporter.now, self.saves.stall_seconds),
+                    report=self._say,
+                )  # fmt: skip
         self.group.wait(stop.check)
         reporter.detail("finished")
 
@@ -103,11 +106,12 @@ class Session:
             train.lr, denoiser_lr=train.unet_lr, text_lr=train.text_encoder_lr
         )
         self.optimizer = build_optimizer(groups, train)
+        self.average = build_average(self.prepared.adapter.parameters(), self.optimizer, train)
         self.state = TrainState()
         if self.beginning.manifest_key is not None:
             found, self.newest = self.newest or self._read_again(self.beginning.manifest_key), None
             try:
-                self.state = unpack(found.files, self.prepared.adapter, self.optimizer)
+                self.state = unpack(found.files, self.prepared.adapter, self.optimizer, self.average)
             except (ValueError, KeyError) as error:
                 raise CheckpointIntegrityError(f"{found.manifest_key}: does not fit this adapter: {error}") from error
             log.info("resumed from %s", found.manifest_key)
@@ -153,7 +157,7 @@ class Session:
             config=config, settings=self.settings, state=self.state, model=model, optimizer=self.optimizer,
             batches=course.batches(stage, self.state), batches_of=course.batches, stages=stages, group=self.group,
             stop=self.start.stop, reporter=reporter, control=control, planned=self.beginning.planned, saves=self.saves,
-            after_step=self._after_step, precision=self.prepared.precision,
+            average=self.average, after_step=self._after_step, precision=self.prepared.precision,
             timer=PartTimer(config.performance_log_every, lambda: synchronise(self.group.device)),
         )  # fmt: skip
         try:
@@ -183,7 +187,9 @@ class Session:
         if self.fence is None:
             return None
         begun, adapter, model = clock.seconds(), self.prepared.adapter, self.prepared.model
-        files = snapshot(adapter, self.optimizer, self.state, self._facts(), self._buffers)
+        files = snapshot(
+            adapter, self.optimizer, self.state, self._facts(), buffers=self._buffers, average=self.average
+        )
         synchronise(self.group.device)
         held = files[checkpoint.ADAPTER]
         assert isinstance(held, TensorFile)
@@ -209,7 +215,7 @@ class Session:
         if self.fence is not None:
             try:
                 self._take_prompts(self._say_unless_stopping)
-                with each_pass(self.prepared.model, self.start.reporter.advanced):
+                with standing_in(self.average), each_pass(self.prepared.model, self.start.reporter.advanced):
                     put_samples(self.prepared, self.settings, self.store, step, self._say_unless_stopping)
             except Stopped:
                 log.info("drawing samples of step %d was cut short", step)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load
 
-from lora_trainer.checkpoint import ADAPTER, OPTIMIZER, STATE
+from lora_trainer.averages import Average, standing_in
+from lora_trainer.checkpoint import ADAPTER, OPTIMIZER, STATE, TRAINING
 from lora_trainer.optimizers import OptimizerState, build_optimizer, load_state, state_of
 from lora_trainer.runtime import synchronise
 from lora_trainer.tensorfile import HostBuffers, TensorFile
@@ -45,7 +46,9 @@ def snapshot(
     optimizer: torch.optim.Optimizer,
     state: TrainState,
     extra: Mapping[str, Any],
+    *,
     buffers: HostBuffers | None = None,
+    average: Average | None = None,
 ) -> Files:
     """The files of a checkpoint with the values of now. That of the adapter is a file that diffusers loads, unless its
     header says otherwise.
@@ -58,19 +61,19 @@ def snapshot(
         state: Counters.
         extra: Facts for people and for checks: settings in force, data digest, versions.
         buffers: Memory of an earlier snapshot, which nobody reads any more; None makes new memory.
+        average: What the adapter's file holds instead; what training goes on with has a file of its own then.
     """
     scales = [group["lr_scale"] for group in optimizer.param_groups]
     optimizer_state = state_of(optimizer)
     counters = {"version": _VERSION, **asdict(state), "lr_scales": scales, **extra}
     if facts := optimizer_state.facts():
         counters["optimizer"] = facts
-    return {
-        ADAPTER: TensorFile(
-            adapter.checkpoint_tensors(),
-            {"step": str(state.step), **adapter.checkpoint_header()},
-            name=ADAPTER,
-            buffers=buffers,
-        ),
+    header = {"step": str(state.step), **adapter.checkpoint_header()}
+    with standing_in(average):
+        files: Files = {ADAPTER: TensorFile(adapter.checkpoint_tensors(), header, name=ADAPTER, buffers=buffers)}
+    if average is not None:
+        files[TRAINING] = TensorFile(adapter.checkpoint_tensors(), name=TRAINING, buffers=buffers)
+    return files | {
         OPTIMIZER: TensorFile(optimizer_state.tensors, name=OPTIMIZER, buffers=buffers),
         STATE: json.dumps(counters, indent=1, sort_keys=True).encode(),
     }
@@ -82,17 +85,26 @@ def finished(files: Mapping[str, TensorFile | bytes]) -> dict[str, bytes | memor
 
 
 def pack(
-    adapter: Trainable, optimizer: torch.optim.Optimizer, state: TrainState, extra: Mapping[str, Any]
+    adapter: Trainable,
+    optimizer: torch.optim.Optimizer,
+    state: TrainState,
+    extra: Mapping[str, Any],
+    average: Average | None = None,
 ) -> dict[str, bytes]:
     """The files of a checkpoint as bytes; arguments as in `snapshot`."""
-    files = snapshot(adapter, optimizer, state, extra)
+    files = snapshot(adapter, optimizer, state, extra, average=average)
     for device in {parameter.device for parameter in adapter.parameters()}:
         synchronise(device)
     return {name: bytes(content) for name, content in finished(files).items()}
 
 
-def unpack(files: Mapping[str, bytes], adapter: Trainable, optimizer: torch.optim.Optimizer) -> TrainState:
-    """Puts a checkpoint's files into adapter and optimizer; returns the counters.
+def unpack(
+    files: Mapping[str, bytes],
+    adapter: Trainable,
+    optimizer: torch.optim.Optimizer,
+    average: Average | None = None,
+) -> TrainState:
+    """Puts a checkpoint's files into adapter, optimizer and average; returns the counters.
 
     Raises:
         ValueError: When they do not fit this adapter.
@@ -101,6 +113,10 @@ def unpack(files: Mapping[str, bytes], adapter: Trainable, optimizer: torch.opti
     if counters["version"] != _VERSION:
         raise ValueError(f"{STATE}: version {counters['version']} found, {_VERSION} expected")
     adapter.load_checkpoint_tensors(load(files[ADAPTER]))
+    if average is not None:
+        average.restart()
+    if TRAINING in files:
+        adapter.load_checkpoint_tensors(load(files[TRAINING]))
     facts = counters.get("optimizer", {})
     load_state(optimizer, OptimizerState(load(files[OPTIMIZER]), **facts))
     for group, scale in zip(optimizer.param_groups, counters["lr_scales"], strict=True):

@@ -6,7 +6,7 @@ from typing import Any
 
 from lora_api.aitoolkit import tables
 from lora_api.aitoolkit.findings import Block
-from lora_api.optimization import ADAM_LIKE, OptimizerParams, SchedulerParams
+from lora_api.optimization import ADAM_LIKE, EmaConfig, OptimizerParams, SchedulerParams
 from lora_api.training import TrainConfig
 from lora_api.wording import short
 
@@ -53,6 +53,19 @@ def read_optimizer(block: Block) -> None:
         block.default("adam_epsilon", 1e-6)
     if name == "prodigy":
         _rate_of_prodigy(block)
+
+
+def read_average(block: Block) -> None:
+    """The average of the weights; its decay is the same from the first step on there."""
+    given = block.inner("ema_config")
+    is_on = given.peek("use_ema")
+    read = given.finish(tables.EMA, EmaConfig)
+    if is_on:
+        block.out["ema_config"] = {"ema_warmup": False, **read}
+        block.note(
+            "train.ema_config: checkpoints hold the average and what training goes on with; there, both are lost when a run "
+            "is resumed"
+        )
 
 
 class _Both(TrainConfig, OptimizerParams):

@@ -148,10 +148,8 @@ OPTIMIZER_PARAMS: dict[str, Table] = {
 }
 
 EMA: Table = {
-    "use_ema": Refused("averaging weights", instead="set use_ema to false"),
-    "ema_decay": _QUIET,
-    "use_feedback": _QUIET,
-    "param_multiplier": _QUIET,
+    "use_feedback": Refused("feeding the average back into what is trained"),
+    "param_multiplier": Refused("scaling averaged weights", off=(1,)),
 }
 
 SAVE: Table = {

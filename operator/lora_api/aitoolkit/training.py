@@ -10,7 +10,7 @@ from lora_api.aitoolkit import tables
 from lora_api.aitoolkit.findings import Block, Findings
 from lora_api.aitoolkit.memory import read_quantisation
 from lora_api.aitoolkit.objective import UNETS, read_objective
-from lora_api.aitoolkit.optimization import read_optimizer, read_schedule
+from lora_api.aitoolkit.optimization import read_average, read_optimizer, read_schedule
 from lora_api.archs import Arch
 from lora_api.config import ModelConfig, SaveConfig
 from lora_api.network import NetworkConfig
@@ -133,7 +133,7 @@ def read_train(block: Block, arch: str) -> dict[str, Any]:
     read_optimizer(block)
     read_schedule(block)
     read_objective(block, arch)
-    block.inner("ema_config").finish(tables.EMA)
+    read_average(block)
     if block.has("dtype"):
         block.out["dtype"] = precision(block.take("dtype"))
     return block.finish(tables.TRAIN, TrainConfig)

@@ -15,6 +15,7 @@ from lora_api.memory.activations import ERROR, Batch, activation_bytes
 from lora_api.memory.released import REST, released_shapes
 from lora_api.memory.shapes import Component, ModelShapes, read_folder
 from lora_api.memory.trained import Trained, layers_in_blocks, trainable_text_encoders, trained_parameters
+from lora_api.optimization import STATE_BYTES
 from lora_api.training import Precision
 
 GIB = 1 << 30
@@ -24,8 +25,6 @@ CONTEXT_GIB = 0.6
 ITEM_BYTES = {Precision.FP32: 4, Precision.BF16: 2, Precision.FP16: 2}
 _FP32 = 4
 
-STATE_BYTES = {"adamw": 8, "adamw8bit": 2, "adafactor": 0, "prodigy": 16, "lion": 4, "schedule_free_adamw": 8}
-"""Bytes that an optimizer keeps for each parameter; every one of them trains fp32 parameters. Exact for adamw."""
 NF4_BLOCK = 64
 """Weights that share a scale in nf4."""
 _STEP_BYTES = 4  # AdamW counts the steps of each tensor in a number of its own
@@ -136,8 +135,10 @@ def estimate_of(config: TrainerConfig, shapes: ModelShapes, *, precision: Precis
 
 
 def optimizer_bytes(config: TrainerConfig, trained: Trained) -> int:
-    """The optimizer's state for what is trained."""
-    return trained.parameters * STATE_BYTES[config.train.optimizer] + trained.tensors * _STEP_BYTES
+    """The optimizer's state for what is trained, and a moving average of it."""
+    average = _FP32 if config.train.ema_config.use_ema else 0
+    state = trained.parameters * (STATE_BYTES[config.train.optimizer] + average)
+    return round(state) + trained.tensors * _STEP_BYTES
 
 
 def denoiser_bytes(config: TrainerConfig, shapes: ModelShapes, item: int) -> int:
