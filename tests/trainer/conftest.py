@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: more threads make tiny models slower, not faster
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,16 +24,27 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
     def folder(arch: str) -> Path:
         from lora_trainer.tiny import make_tiny
 
-        return make_tiny(arch, root / arch)
+        if not (root / arch).exists():
+            make_tiny(arch, root / arch)
+            _keep_libraries_out_of_collections()
+        return root / arch
 
     return folder
 
 
+def _keep_libraries_out_of_collections() -> None:
+    """Every start of a job collects garbage, which walks over all objects: half a million of them are the libraries'."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
+def _one_thread() -> Iterator[None]:
     import torch
 
     torch.set_num_threads(1)
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -106,6 +107,8 @@ class Job:
         crash_after: int | None = None,
         path: Path | None = None,
         hook: Callable[[Any, int], None] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> int:
         """Runs one start in this process; returns its exit code.
 
@@ -114,6 +117,8 @@ class Job:
             crash_after: Step after which the process is gone, without saving.
             path: Another run configuration.
             hook: Called with the session and the step after each update, before anything is saved.
+            rank: Of this process, where `run_ranks` runs several.
+            world_size: How many there are.
         """
         from lora_trainer.environment import Environment
         from lora_trainer.session import Session
@@ -135,8 +140,12 @@ class Job:
         environment = Environment(
             cache_folder=self.cache,
             credentials_folder=self.credentials,
-            termination_log=self.folder / "termination-log",
+            termination_log=self.folder / ("termination-log" if rank == 0 else f"termination-log-{rank}"),
             heartbeat_seconds=0.05,
+            rank=rank,
+            local_rank=rank,
+            world_size=world_size,
+            local_world_size=world_size,
         )
         with ExitStack() as stack:
             stack.enter_context(patch.object(Session, "_after_step", after_step))
@@ -176,6 +185,35 @@ class Job:
             "LORA_TERMINATION_LOG": str(self.folder / "termination-log"),
             "LORA_HEARTBEAT_SECONDS": "0.1",
         }
+
+
+def run_ranks(job: Job, each: list[dict[str, Any]]) -> list[int]:
+    """Runs one start as a group of ranks, each in a fork of this process; returns their exit codes.
+
+    Args:
+        job: What to train.
+        each: Options of `Job.run`, one for each rank.
+    """
+    path, port = job.write(), free_port()
+    children = []
+    for rank, options in enumerate(each):
+        child = os.fork()
+        if child == 0:
+            code = 99
+            try:
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(each))}
+                code = job.run(path=path, rank=rank, world_size=len(each), **options)
+            finally:
+                os._exit(code)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def await_true(condition: Callable[[], bool], what: str, seconds: float = 240.0) -> None:
