@@ -525,6 +525,11 @@ MEMORY = [
     for blocks, message in bad_memory.CASES
 ]
 
+MASKS = [
+    _bad("spec.config.datasets", [{"folder_path": "/d", **dataset}], message)
+    for dataset, message in bad_objective.MASKS
+]
+
 BAD = [
     *UNKNOWN_FIELDS,
     *TYPES,
@@ -537,4 +542,5 @@ BAD = [
     *OPTIMIZATION,
     *OBJECTIVE,
     *MEMORY,
+    *MASKS,
 ]

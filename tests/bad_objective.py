@@ -51,3 +51,14 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         "loss_weighting: cosmap is for flow matching, and model.arch sd15 is a DDPM; use min_snr_gamma",
     ),
 ]
+
+WITHOUT = "plays no part without a mask; set mask_path or alpha_mask, or remove it"
+
+MASKS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"mask_path": "/m", "alpha_mask": True},
+        "spec.config.datasets[0].alpha_mask: true excludes mask_path; keep one of them",
+    ),
+    ({"invert_mask": True}, f"spec.config.datasets[0].invert_mask: {WITHOUT}"),
+    ({"mask_min_value": 0.1}, f"spec.config.datasets[0].mask_min_value: {WITHOUT}"),
+]

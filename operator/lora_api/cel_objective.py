@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lora_api.archs import CUSTOM_PREFIX, DYNAMIC_SHIFT_ARCHS, UNET_ARCHS
 from lora_api.cel_rule import Rule, listed
+from lora_api.schema import ITEMS
 from lora_api.training import DELTA_LOSSES
 
 _UNET = f"self.model.arch in {listed(sorted(UNET_ARCHS))}"
@@ -78,5 +79,20 @@ RULES: tuple[Rule, ...] = (
         rule=f"self.train.loss_weighting == 'none' || !({_UNET})",
         message="is for flow matching, and this model.arch is a DDPM; use min_snr_gamma",
         field="train.loss_weighting",
+    ),
+    Rule(
+        on=("spec", "config", "datasets", ITEMS),
+        rule="!self.alpha_mask || !has(self.mask_path)",
+        message="true excludes mask_path; keep one of them",
+        field="alpha_mask",
+    ),
+    *(
+        Rule(
+            on=("spec", "config", "datasets", ITEMS),
+            rule=f"self.{unset} || self.alpha_mask || has(self.mask_path)",
+            message="plays no part without a mask; set mask_path or alpha_mask, or remove it",
+            field=field,
+        )
+        for field, unset in (("invert_mask", "invert_mask == false"), ("mask_min_value", "mask_min_value == 0.0"))
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from lora_api.archs import FRAME_STEP
 from lora_api.base import Native
@@ -71,3 +71,23 @@ class DatasetConfig(Native):
     fps: int = Field(
         24, ge=1, le=240, description="Frames per second that are taken where `shrink_video_to_frames` is false."
     )
+    mask_path: Location | None = Field(
+        None,
+        description="Folder with a grey picture of the same name for each picture or clip: white is trained, black is not. "
+        "Local, or s3://bucket/prefix.",
+    )
+    alpha_mask: bool = Field(False, description="Take the alpha channel of each picture for its mask.")
+    invert_mask: bool = Field(False, description="Train the black and not the white.")
+    mask_min_value: float = Field(
+        0.0, ge=0, lt=1, description="How much the black of a mask counts; white counts 1, grey what lies between."
+    )
+
+    @model_validator(mode="after")
+    def _masks_have_one_source(self) -> DatasetConfig:
+        if self.mask_path is not None and self.alpha_mask:
+            raise ValueError("alpha_mask: true excludes mask_path; keep one of them")
+        if self.mask_path is None and not self.alpha_mask:
+            for name, changed in (("invert_mask", self.invert_mask), ("mask_min_value", self.mask_min_value > 0)):
+                if changed:
+                    raise ValueError(f"{name}: plays no part without a mask; set mask_path or alpha_mask, or remove it")
+        return self

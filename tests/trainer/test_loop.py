@@ -31,6 +31,8 @@ CPU = torch.device("cpu")
 class Numbers:
     """Stands for `SampleReader`: six samples of one size, made up."""
 
+    masked = False
+
     def __init__(self, model, channels: int) -> None:
         self._latents = torch.randn((6, channels, 4, 4), generator=torch.Generator().manual_seed(1))
         self._captions = [model.encode_text(text) for text in ("a", "b b", "c c c", "d", "e", "f", "")]

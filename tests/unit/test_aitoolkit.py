@@ -288,6 +288,14 @@ def test_averaged_weights_keep_their_decay_which_is_not_warmed_up_there():
     assert "feeding the average back" in problems(fed_back)[0]
 
 
+def test_masks_have_the_same_names():
+    found = imported(datasets__0__mask_path="/masks", datasets__0__invert_mask=True, datasets__0__mask_min_value=0.1)
+    dataset = found.config["datasets"][0]
+    assert (dataset["mask_path"], dataset["invert_mask"], dataset["mask_min_value"]) == ("/masks", True, 0.1)
+    parse(TrainerConfig, found.config, found.path)
+    assert "mask_min_value" not in imported(datasets__0__mask_min_value=0.1).config["datasets"][0]
+
+
 def test_what_is_left_out_has_the_value_it_has_there():
     raw = without(
         preset(), "train.lr", "train.steps", "train.dtype", "save.save_every", "network.linear", "network.linear_alpha"

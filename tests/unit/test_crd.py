@@ -102,6 +102,7 @@ VALIDATORS = {
     "NetworkConfig.init_from._hub_form": "spec.config.network.init_from",
     "ModelConfig._a_file_has_extras": "spec.config.model.extras_name_or_path",
     "ModelConfig.arch._known_arch": "spec.config.model.arch",
+    "DatasetConfig._masks_have_one_source": "spec.config.datasets[0].alpha_mask",
     "rules.density_settings_play_a_part": "spec.config.train.logit_mean",
     "rules.some_noise_levels_are_left": "spec.config.train.min_timestep",
     "rules.noise_levels_are_shifted_one_way": "spec.config.train.timestep_shift",

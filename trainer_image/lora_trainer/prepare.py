@@ -18,7 +18,7 @@ from lora_api.stores import Credentials
 from lora_api.training import Precision
 from lora_trainer.data.cache import TensorCache, text_key
 from lora_trainer.data.captions import fill_trigger
-from lora_trainer.data.encode import captions_of, encode_captions, encode_pictures
+from lora_trainer.data.encode import captions_of, encode_captions, encode_masks, encode_pictures
 from lora_trainer.data.models import Sources
 from lora_trainer.data.samples import Fingerprints, Sample, digest, plan_samples
 from lora_trainer.environment import Environment
@@ -181,6 +181,10 @@ class Preparation:
             self._sources.dataset(each.folder_path, f"config.datasets[{n}].folder_path")
             for n, each in enumerate(datasets)
         ]
+        masks = [
+            self._sources.dataset(each.mask_path, f"config.datasets[{n}].mask_path") if each.mask_path else None
+            for n, each in enumerate(datasets)
+        ]
         prints = Fingerprints(self.environment.cache_folder / "fingerprints.json")
         samples: list[Sample] = []
         views: dict[Datasets, range] = {}
@@ -190,6 +194,7 @@ class Preparation:
                 trigger=self.run.config.trigger_word,
                 multiple=family.size_multiple,
                 prints=prints,
+                masks=masks,
                 report=self._say,
             )
             views[view] = range(len(samples), len(samples) + len(found))
@@ -251,6 +256,7 @@ class Preparation:
     def _encode(self, samples: list[Sample], prompts: tuple[str, ...], model: BaseModel, cache: TensorCache) -> None:
         share = (self.environment.local_rank, self.environment.local_world_size)
         encode_pictures(samples, model, cache, share=share, report=self._say)
+        encode_masks(samples, model, cache, share=share, report=self._say)
         texts = captions_of(samples) + ([*prompts, ""] if prompts else [])
         encode_captions(texts, model, cache, share=share, report=self._say)
         self.group.wait(self.stop.check)

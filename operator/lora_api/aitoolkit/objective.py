@@ -48,6 +48,15 @@ def read_objective(block: Block, arch: str) -> None:
         block.take("min_snr_gamma")  # 0 is off there
 
 
+def read_masks(block: Block) -> None:
+    """Masks of a dataset; what says how to read them counts only where there are some."""
+    if not block.peek("mask_path"):
+        block.take("mask_path")
+    if not block.peek("mask_path") and not block.peek("alpha_mask"):
+        for key in ("invert_mask", "mask_min_value"):
+            block.take(key)
+
+
 def _density(block: Block, arch: str) -> str:
     """The density in our words; the shift that it has there is written out where the model's own would count here."""
     kind = block.take("timestep_type") or "sigmoid"

@@ -7,6 +7,7 @@ from typing import Any
 
 from lora_api.aitoolkit import tables
 from lora_api.aitoolkit.findings import Block, Findings
+from lora_api.aitoolkit.objective import read_masks
 from lora_api.aitoolkit.training import read_model, read_network, read_save, read_train, steps_in_updates
 from lora_api.config import SampleConfig, TrainerConfig
 from lora_api.datasets import DatasetConfig
@@ -115,6 +116,7 @@ def _read_dataset(block: Block, trigger: Any) -> dict[str, Any]:
         block.out["cache_latents"] = bool(in_memory or on_disk)
         if in_memory and not on_disk:
             block.note(f"{block.name}.cache_latents: latents are kept on disk here, outside the dataset folder")
+    read_masks(block)
     return block.finish(tables.DATASET, DatasetConfig)
 
 

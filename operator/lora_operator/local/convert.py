@@ -125,4 +125,5 @@ def as_text(converted: Converted, place: str) -> str:
 
 def _folders(manifest: Manifest) -> list[str]:
     config = manifest["spec"]["config"]
-    return [config["model"]["name_or_path"], *(each["folder_path"] for each in config["datasets"])]
+    masks = [each["mask_path"] for each in config["datasets"] if each.get("mask_path")]
+    return [config["model"]["name_or_path"], *(each["folder_path"] for each in config["datasets"]), *masks]

@@ -160,7 +160,9 @@ def with_absolute_paths(raw: Manifest, folder: Path) -> Manifest:
     """The manifest with local folders made absolute: a relative one is relative to the manifest's own folder."""
     manifest = copy.deepcopy(raw)
     config = manifest["spec"]["config"]
-    for owner, name in [(config["model"], "name_or_path"), *((d, "folder_path") for d in config["datasets"])]:
+    places = [(config["model"], "name_or_path")]
+    places += [(d, name) for d in config["datasets"] for name in ("folder_path", "mask_path") if d.get(name)]
+    for owner, name in places:
         if not owner[name].startswith(_S3):
             owner[name] = str((folder / Path(owner[name]).expanduser()).resolve())
     return manifest
@@ -198,6 +200,9 @@ def missing_paths(job: LoRATrainingJob) -> list[Problem]:
     config = job.spec.config
     named = [("spec.config.model.name_or_path", config.model.name_or_path)]
     named += [(f"spec.config.datasets[{n}].folder_path", d.folder_path) for n, d in enumerate(config.datasets)]
+    named += [
+        (f"spec.config.datasets[{n}].mask_path", d.mask_path) for n, d in enumerate(config.datasets) if d.mask_path
+    ]
     return [
         Problem(field, f"the folder {path} does not exist; relative paths are relative to the manifest's folder")
         for field, path in named

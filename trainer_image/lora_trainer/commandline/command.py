@@ -106,6 +106,11 @@ def _refuse_missing_folders(config: TrainerConfig, found: Draft) -> None:
     places += [
         (f"datasets[{n}].folder_path", each.folder_path, ExitCode.DATA) for n, each in enumerate(config.datasets)
     ]
+    places += [
+        (f"datasets[{n}].mask_path", each.mask_path, ExitCode.DATA)
+        for n, each in enumerate(config.datasets)
+        if each.mask_path
+    ]
     for path, place, code in places:
         flag = found.origins.get(path, path)
         if place.startswith("s3://"):

@@ -16,7 +16,7 @@ from lora_api.problems import InvalidDocument
 from lora_api.yamlfile import Document, UnreadableError, read_documents
 from lora_trainer.commandline.refusal import Refusal
 
-_FOLDERS = {"name_or_path", "folder_path"}
+_FOLDERS = {"name_or_path", "folder_path", "mask_path"}
 _LOCATIONS = _FOLDERS | {"extras_name_or_path", "assistant_lora_path", "init_from"}
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lora_trainer.data.clips import CLIP_NORMALISATION
 from lora_trainer.data.images import NORMALISATION
+from lora_trainer.data.masks import MASK_NORMALISATION
 from lora_trainer.data.samples import Sample
 from lora_trainer.errors import TransientError
 
@@ -32,6 +33,11 @@ def latents_key(sample: Sample, identity: str) -> str:
         frames = " ".join(map(str, sample.frames))
         return _key("latents", identity, sample.sha256, str(sample.bucket), frames, CLIP_NORMALISATION)
     return _key("latents", identity, sample.sha256, str(sample.bucket), NORMALISATION)
+
+
+def mask_key(sample: Sample, identity: str) -> str:
+    """Key of the mask of a sample at the size of its latents; `identity` as for these."""
+    return _key("mask", identity, str(sample.mask), str(sample.bucket), str(bool(sample.frames)), MASK_NORMALISATION)
 
 
 def text_key(caption: str, identity: str) -> str:

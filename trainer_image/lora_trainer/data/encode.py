@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lora_trainer.data.cache import TensorCache, latents_key, text_key
+from lora_trainer.data.cache import TensorCache, latents_key, mask_key, text_key
 from lora_trainer.data.clips import load_frames
 from lora_trainer.data.images import load
+from lora_trainer.data.masks import latent_mask
 from lora_trainer.data.samples import Sample
 
 if TYPE_CHECKING:
@@ -53,6 +54,33 @@ def encode_pictures(
     for number, (key, sample) in enumerate(mine, 1):
         report(f"encoding {number}/{len(mine)} pictures")
         cache.store(key, {"latents": model.encode_pixels(pixels_of(sample))})
+
+
+def encode_masks(
+    samples: Sequence[Sample], model: BaseModel, cache: TensorCache, *, share: tuple[int, int], report: Report
+) -> None:
+    """Brings the masks of cached pictures to the size of their latents; arguments and errors as in `encode_pictures`.
+
+    Called when the latents of the same share are cached: their size is that of the mask.
+    """
+    wanted = {latents_key(s, model.latents_identity): s for s in samples if s.cached}
+    mine = set(list(wanted)[share[0] :: share[1]])
+    masks = {mask_key(s, model.latents_identity): s for s in samples if s.cached and s.mask is not None}
+    left = [(k, s) for k, s in masks.items() if latents_key(s, model.latents_identity) in mine and not cache.holds(k)]
+    for number, (key, sample) in enumerate(left, 1):
+        report(f"reading {number}/{len(left)} masks")
+        latents = cache.load(latents_key(sample, model.latents_identity))["latents"]
+        cache.store(key, {"mask": mask_like(sample, latents)})
+
+
+def mask_like(sample: Sample, latents: Tensor) -> Tensor:
+    """The mask of a sample, fp32, (1, h, w) for latents (C, h, w), (1, 1, h, w) for (C, f, h, w).
+
+    Raises:
+        DataError: See `masks.latent_mask`.
+    """
+    assert sample.mask is not None
+    return torch.from_numpy(latent_mask(sample.mask, sample.bucket, latents.shape))
 
 
 def encode_captions(

@@ -16,6 +16,7 @@ from lora_trainer.data import captions
 from lora_trainer.data.buckets import Size, TooSmallError, bucket_of
 from lora_trainer.data.clips import CLIP_ENDINGS, Clip, clip_of, frames_at, frames_over
 from lora_trainer.data.images import size_of
+from lora_trainer.data.masks import Mask, mask_of
 from lora_trainer.data.scan import Picture, scan
 from lora_trainer.errors import DataError
 
@@ -36,6 +37,7 @@ class Sample:
     frames: tuple[int, ...] = ()  # of a clip, the numbers of those that are taken; of a picture none
     dataset: int = 0  # number of the dataset that it is of
     is_reg: bool = False  # whether that is a regularisation set
+    mask: Mask | None = None  # where it counts in the loss; None: everywhere
 
     @property
     def group(self) -> tuple[Size, int]:
@@ -49,6 +51,7 @@ def plan_samples(
     trigger: str | None,
     multiple: int,
     prints: Fingerprints,
+    masks: Sequence[Path | None] = (),
     report: Callable[[str], None] = lambda text: None,  # noqa: ARG005 - says nothing
 ) -> list[Sample]:
     """The samples of all datasets, `num_repeats` times for each resolution, in an order that depends on names alone.
@@ -58,6 +61,7 @@ def plan_samples(
         trigger: `trigger_word`.
         multiple: The family's size multiple in pixels.
         prints: Knows the content hash and the size of pictures.
+        masks: Local folder of the masks of each dataset; empty where there are none.
         report: Told what is being done.
 
     Raises:
@@ -68,9 +72,12 @@ def plan_samples(
         field = f"config.datasets[{number}]"
         pictures = scan(folder, config.caption_ext, f"{field}.folder_path", clips=config.num_frames > 1)
         once: list[Sample] = []
+        folders = folder, masks[number] if masks else None
         for done, picture in enumerate(pictures, 1):
             report(f"reading {done}/{len(pictures)} pictures of {config.folder_path}")
-            once += _samples_of(picture, config, None if config.is_reg else trigger, multiple, prints)
+            words = None if config.is_reg else trigger
+            mask = mask_of(picture, config, folders, prints.of)
+            once += [replace(each, mask=mask) for each in _samples_of(picture, config, words, multiple, prints)]
         samples += [
             replace(_repeated(sample, config, repeat, prints), dataset=number, is_reg=config.is_reg)
             for sample in once
@@ -122,7 +129,8 @@ def digest(samples: Sequence[Sample]) -> str:
     """Sixteen hex digits over pictures, sizes, frames and captions: names the data that an adapter was trained on."""
 
     def frames(sample: Sample) -> str:
-        return " ".join(map(str, ("", *sample.frames)))
+        mask = () if sample.mask is None else ("mask", str(sample.mask))
+        return " ".join(map(str, ("", *sample.frames, *mask)))
 
     lines = [f"{s.sha256} {s.bucket}{frames(s)} {hashlib.sha256(s.caption.encode()).hexdigest()}" for s in samples]
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]

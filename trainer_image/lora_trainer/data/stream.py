@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, overload
 import torch
 from torch import Tensor
 
-from lora_trainer.data.cache import TensorCache, latents_key, text_key
-from lora_trainer.data.encode import pixels_of
+from lora_trainer.data.cache import TensorCache, latents_key, mask_key, text_key
+from lora_trainer.data.encode import mask_like, pixels_of
 from lora_trainer.data.samples import Sample
 from lora_trainer.data.weights import Order
 from lora_trainer.objective import Objective
@@ -79,6 +79,8 @@ class SampleReader:
         self._memory_bytes = memory_bytes
         self._used_bytes = 0
         self._keys = [latents_key(sample, model.latents_identity) for sample in samples]
+        self.masked = any(sample.mask is not None for sample in samples)
+        self._mask_keys = [mask_key(s, model.latents_identity) if s.mask is not None else None for s in samples]
         self._text_keys = {
             text: text_key(text, model.text_identity) for s in samples for text in (s.caption, s.dropped_caption)
         }
@@ -89,6 +91,14 @@ class SampleReader:
         if not sample.cached:
             return self._model.encode_pixels(pixels_of(sample))
         return self._load(self._keys[number])["latents"]
+
+    def mask(self, number: int, latents: Tensor) -> Tensor | None:
+        """The mask of a sample, (1, h, w) or (1, 1, h, w), for its latents; None where all of it counts."""
+        key = self._mask_keys[number]
+        if key is None:
+            return None
+        sample = self._samples[number]
+        return self._load(key)["mask"] if sample.cached else mask_like(sample, latents)
 
     def condition(self, number: int, drop: float) -> dict[str, Tensor]:
         """The condition of `caption`."""
@@ -158,6 +168,7 @@ class BatchMaker:
             captions=tuple(self._reader.caption(*each) for each in drawn) if model.trained_text else (),
             loss_weight=self._to_device(self._loss_weight(mine, corrupted.time)),
             delta=self._to_device(self._objective.deltas(model, corrupted.time)),
+            mask=self._to_device(self._masks(mine, x0_BChw)) if self._reader.masked else None,
         )
 
     def _loss_weight(self, numbers: Sequence[int], time_B: Tensor) -> Tensor | None:
@@ -167,6 +178,14 @@ class BatchMaker:
             return by_time
         own_B = torch.tensor([self._sample_weights[number] for number in numbers])
         return own_B if by_time is None else own_B * by_time
+
+    def _masks(self, numbers: Sequence[int], x0_BChw: Tensor) -> Tensor | None:
+        """Masks (B, 1, h, w) or (B, 1, 1, h, w) of samples; None where none of them has one."""
+        found = [self._reader.mask(number, x0) for number, x0 in zip(numbers, x0_BChw, strict=True)]
+        if all(mask is None for mask in found):
+            return None
+        whole = torch.ones((*[1] * (x0_BChw.ndim - 3), *x0_BChw.shape[-2:]))
+        return torch.stack([whole if mask is None else mask for mask in found])
 
     @overload
     def _to_device(self, tensor: Tensor) -> Tensor: ...
