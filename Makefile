@@ -87,9 +87,10 @@ images: $(READY) ## Build both images (root on Linux)
 bench: bench-trainer ## Every benchmark: the trainer's, and submit-to-pod over a plain Job's (root on Linux)
 	$(BIN)/python benchmarks/submit_latency.py --own-cluster
 
-bench-trainer: $(READY) ## Loop over its bare floor at three sizes, caching, memory, start-up
+bench-trainer: $(READY) ## Loop over its bare floor at three sizes, caching, memory, start-up, saving
 	$(BIN)/python benchmarks/trainer_loop.py
 	$(BIN)/python benchmarks/trainer_around.py
+	$(BIN)/python benchmarks/save_stall.py
 
 lock: $(READY) ## Resolve the pinned requirement files anew
 	@for target in "dev --extra operator --extra trainer --group dev" "operator --extra operator -c requirements/dev.txt" \
