@@ -48,6 +48,7 @@ def test_the_metadata_says_what_the_adapter_was_made_from(done):
     assert (training["starts"], training["lost_steps"]) == (2, 2)
     assert training["seconds_per_step"] > 0
     assert facts["memory_gib"]["measured_peak"] > 0
+    assert (facts["device"], facts["dtype"]) == ("cpu", "fp32")
 
 
 def test_the_adapter_s_header_holds_its_configuration_and_its_data(done, tmp_path):

@@ -23,7 +23,7 @@ from lora_trainer.fence import Fence
 from lora_trainer.prepare import Prepared
 from lora_trainer.records import Told, write_records
 from lora_trainer.report import dataset_facts
-from lora_trainer.runtime import TORCH_DTYPE
+from lora_trainer.runtime import TORCH_DTYPE, device_name
 from lora_trainer.sampling import draw_samples
 from lora_trainer.settings import Settings
 
@@ -120,7 +120,11 @@ def finish(
         exported = sorted(path for path in folder.rglob("*") if path.is_file())
         drawn = draw(prepared, settings.sample, folder / "samples", step, report) if prepared.conditions else []
         report("writing the report")
-        facts |= {"dtype": str(prepared.precision), "memory_gib": prepared.memory.facts()}
+        facts |= {
+            "dtype": str(prepared.precision),
+            "device": device_name(prepared.model.device),
+            "memory_gib": prepared.memory.facts(),
+        }
         exported += write_records(folder, facts, settings, store=store, told=told, drawn=drawn)
         files = {path.relative_to(folder).as_posix(): path for path in exported}
         samples = {f"sample-{path.name}": path for path in drawn}

@@ -50,6 +50,11 @@ def device_for(wish: str, local_rank: int) -> torch.device:
     return device
 
 
+def device_name(device: torch.device) -> str:
+    """What a device is called by its maker; `cpu` for CPUs."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
     """The forward pass in a number format; adapters stay fp32 underneath."""
     if precision is Precision.FP32:

@@ -148,9 +148,14 @@ def _speed(report: Report) -> dict[str, str]:
         "longest save": f"{report.save_seconds:.2f} s, in the background" if report.save_seconds else "-",
         "training stood still for saving": f"{report.stall_seconds:.2f} s in the last start",
     }
-    names = {"measured_peak": "memory at the peak, GiB", "total": "memory as estimated, GiB"}
+    names = {
+        "measured_peak": "memory at the peak, GiB",
+        "measured_on": "measured on",
+        "total": "memory as estimated, GiB",
+        "error": "estimate may be off by, GiB",
+    }
     for key, value in memory.items():
-        found[names.get(key, f"memory: {key.replace('_', ' ')}")] = str(value)
+        found[names.get(key, f"estimated for {key.replace('_', ' ')}, GiB")] = str(value)
     return found
 
 
@@ -194,9 +199,11 @@ def _made_from(facts: Mapping[str, Any]) -> dict[str, str]:
         "trigger_word",
         "dataset_digest",
         "seed",
+        "dtype",
+        "device",
         "config_hash",
     )
-    found = {name.replace("_", " "): str(facts[name]) for name in shown if facts[name] not in ("", None)}
+    found = {name.replace("_", " "): str(facts[name]) for name in shown if facts.get(name) not in ("", None)}
     return found | {f"version of {name}": text for name, text in facts["versions"].items() if text}
 
 
