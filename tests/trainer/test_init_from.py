@@ -238,6 +238,23 @@ def test_layers_that_are_not_trained_now_are_not_dropped_in_silence(earlier, loa
         warm_start(model, adapter, earlier("zimage")[2] / "adapter.safetensors")
 
 
+def test_frozen_layers_keep_the_earlier_change_and_stay_out_of_the_optimizer(earlier, load_tiny):
+    changes, _, folder = earlier("zimage")
+    model = load_tiny("zimage")
+    rules = ({"match": "*.feed_forward.*", "freeze": True}, {"match": "*.to_q", "lr": 1e-5})
+    network = NetworkConfig(linear=4, init_from="/earlier.safetensors", modules=rules)
+    adapter = add_adapter(model, network, seed=0)
+    warm_start(model, adapter, folder / "adapter.safetensors")
+    adapter.set_enabled(False)
+    adapter.set_enabled(True)  # as samples do; peft would have all layers trained from then on
+    for name in adapter.modules:
+        torch.testing.assert_close(adapter.delta_weight(name), changes[name], atol=SAME, rtol=SAME)
+    names = {id(parameter): name for name, parameter in adapter.named_parameters()}
+    trained = {names[id(parameter)] for group in adapter.optimizer_groups(1e-4) for parameter in group["params"]}
+    assert trained == {name for name in names.values() if "feed_forward" not in name}
+    assert {name for name, parameter in adapter.named_parameters() if parameter.requires_grad} == trained
+
+
 def test_a_header_with_alpha_decides_the_scale(earlier, load_tiny, tmp_path):
     changes, _, folder = earlier("zimage")
     config = json.dumps({"transformer.r": 4, "transformer.lora_alpha": 2})

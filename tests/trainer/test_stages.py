@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load
 
 from lora_api import layout
 from lora_api.exit_codes import ExitCode
@@ -18,6 +19,7 @@ from lora_trainer.stages import Stage
 from lora_trainer.state import TrainState
 from tests.trainer.jobs import Job, make_pictures
 from tests.trainer.test_resume import same_training
+from tests.trainer.test_stopping import TWO_RANKS, Process
 
 STAGES = [
     {"steps": 3, "batch_size": 2, "gradient_accumulation": 2, "lr": 3e-3, "lr_scheduler": "cosine"},
@@ -176,6 +178,28 @@ def test_two_ranks_train_the_samples_of_one_in_every_stage(load_tiny):
         return rows
 
     assert trained(2) == trained(1)
+
+
+@pytest.mark.timeout(900)  # seven processes import torch
+def test_two_processes_go_on_across_stages_to_the_bit_and_train_what_one_does(job):
+    stages = [{"steps": 3, "batch_size": 2, "gradient_accumulation": 2}, {"batch_size": 1, "lr": 3e-4}]
+    whole = job(stages, steps=7)
+    whole.config["network"] = {"type": "lora", "linear": 2}
+    assert Process(whole, *TWO_RANKS).end(None, 240) == ExitCode.DONE
+    broken = whole.copy("broken")
+    broken.config["train"] |= {"steps": 5}
+    assert Process(broken, *TWO_RANKS).end(None, 240) == ExitCode.DONE
+    broken.config["train"] |= {"steps": 7}
+    broken.store.delete([layout.FINAL_MANIFEST])
+    assert Process(broken, *TWO_RANKS).end(None, 240) == ExitCode.DONE
+    assert broken.progress().resumed_from_step == 5
+    assert same_training(whole, broken)
+    alone = whole.copy("alone")
+    alone.config["train"] |= {"stages": [stages[0] | {"batch_size": 4}, stages[1] | {"batch_size": 2}]}
+    assert alone.run() == ExitCode.DONE
+    one, two = (load(each.newest()[checkpoint.ADAPTER]) for each in (alone, whole))
+    for key, tensor in one.items():  # gradients are summed in another order
+        torch.testing.assert_close(two[key], tensor, atol=1e-5, rtol=1e-3)
 
 
 def made_up(model: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lora_api.config import TrainerConfig
+from lora_api.memory.estimate import batch_of
 from lora_api.run import config_hash
 from lora_api.shrink import can_shrink
 from lora_trainer.reporting import Reporter
@@ -168,3 +169,10 @@ def test_out_of_memory_divides_the_batches_of_every_stage_and_not_its_samples():
     assert [(stage.batch_size, stage.accumulation) for stage in stages] == [(8, 4), (1, 1)]
     assert can_shrink(found.train, 3)
     assert not can_shrink(found.train, 4)  # 8, 4, 2, 1 samples, then activations are recomputed
+
+
+def test_the_memory_estimate_is_that_of_the_largest_stage():
+    batch = batch_of(config({"steps": 1, "batch_size": 16, "resolution": [256]}, {"steps": 1, "batch_size": 2}))
+    assert (batch.size, batch.pixels) == (16, 256)  # 16 x 256 x 256 pixels are more than 2 x 512 x 512
+    batch = batch_of(config({"steps": 1, "batch_size": 16, "resolution": [128]}, {"steps": 1, "batch_size": 2}))
+    assert (batch.size, batch.pixels) == (2, 512)

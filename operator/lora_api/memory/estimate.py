@@ -16,6 +16,7 @@ from lora_api.memory.released import REST, released_shapes
 from lora_api.memory.shapes import Component, ModelShapes, read_folder
 from lora_api.memory.trained import Trained, layers_in_blocks, trainable_text_encoders, trained_parameters
 from lora_api.optimization import STATE_BYTES
+from lora_api.order import StageConfig
 from lora_api.training import Precision
 
 GIB = 1 << 30
@@ -186,12 +187,21 @@ def _bytes(tensors: Component, item: int, in_fp32: tuple[str, ...] = ()) -> int:
 
 
 def batch_of(config: TrainerConfig) -> Batch:
-    """The largest batch that a run sees."""
-    return Batch(
-        config.train.batch_size,
-        max(side for each in config.datasets for side in each.resolution),
-        max(each.num_frames for each in config.datasets),
-    )
+    """The largest batch that a run sees, in any of its stages."""
+    frames = max(each.num_frames for each in config.datasets)
+    found = [
+        Batch(stage.batch_size or config.train.batch_size, max(_sides(config, stage)), frames)
+        for stage in _stages(config)
+    ]
+    return max(found, key=lambda batch: batch.size * batch.pixels**2)
+
+
+def _stages(config: TrainerConfig) -> tuple[StageConfig, ...]:
+    return config.train.stages or (StageConfig(),)
+
+
+def _sides(config: TrainerConfig, stage: StageConfig) -> list[int]:
+    return [side for each in config.datasets for side in stage.resolution or each.resolution]
 
 
 def _activations(config: TrainerConfig, shapes: ModelShapes, item: int) -> int:
@@ -206,7 +216,8 @@ def _activations(config: TrainerConfig, shapes: ModelShapes, item: int) -> int:
 def _encoding_bytes(config: TrainerConfig, vae: Component) -> int:
     """The VAE's encoder at work: three tensors of its first channels at full size, fp32."""
     batch = batch_of(config)
-    return 3 * _vae_width(vae) * batch.pixels**2 * min(batch.frames, _FRAMES_AT_A_TIME) * _FP32
+    pixels = max(side for stage in _stages(config) for side in _sides(config, stage))
+    return 3 * _vae_width(vae) * pixels**2 * min(batch.frames, _FRAMES_AT_A_TIME) * _FP32
 
 
 def _decoding_bytes(config: TrainerConfig, vae: Component) -> int:
