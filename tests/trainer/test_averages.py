@@ -13,7 +13,10 @@ import torch
 from safetensors.torch import load
 
 from lora_api import layout
+from lora_api.config import TrainerConfig
 from lora_api.exit_codes import ExitCode
+from lora_api.memory.estimate import optimizer_bytes
+from lora_api.memory.trained import Trained
 from lora_api.optimization import EmaConfig
 from lora_api.training import TrainConfig
 from lora_trainer import checkpoint, finalize
@@ -80,6 +83,16 @@ def test_what_is_trained_comes_back_to_the_bit_also_after_an_error():
     average.restart()
     with average.in_place():
         assert not torch.equal(parameters[0], before)
+
+
+def test_the_memory_estimate_counts_it_and_the_optimizer_s_state():
+    def counted(**train):
+        model = {"arch": "zimage", "name_or_path": "/m"}
+        block = {"model": model, "datasets": [{"folder_path": "/d"}], "train": train}
+        return optimizer_bytes(TrainerConfig.model_validate(block), Trained(1000, 2, frozenset()))
+
+    assert counted(ema_config={"use_ema": True}) - counted() == 4000
+    assert counted(optimizer="prodigy", lr=1.0) - counted(optimizer="lion") == 12_000
 
 
 # ---------------------------------------------------------------------- schedule-free
