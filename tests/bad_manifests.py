@@ -8,7 +8,7 @@ from typing import Any
 
 from lora_api.job import LoRATrainingJob
 from lora_api.profile import LoRATrainingProfile
-from tests import bad_memory, bad_objective, bad_optimization
+from tests import bad_memory, bad_objective, bad_optimization, bad_parallelism
 
 JOB: dict[str, Any] = {
     "apiVersion": "lora-operator.io/v1alpha1",
@@ -530,6 +530,15 @@ MASKS = [
     for dataset, message in bad_objective.MASKS
 ]
 
+PARALLELISM = [
+    _bad(
+        "spec.config",
+        JOB["spec"]["config"] | {"train": {"parallelism": "fsdp"}} | blocks,
+        f"spec.config.train.parallelism: fsdp is not supported with {why}; set it to ddp",
+    )
+    for blocks, why in bad_parallelism.CASES
+]
+
 BAD = [
     *UNKNOWN_FIELDS,
     *TYPES,
@@ -543,4 +552,5 @@ BAD = [
     *OBJECTIVE,
     *MEMORY,
     *MASKS,
+    *PARALLELISM,
 ]

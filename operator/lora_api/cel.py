@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_api import cel_objective, cel_optimization, cel_order
+from lora_api import cel_objective, cel_optimization, cel_order, cel_parallelism
 from lora_api.archs import CUSTOM_PREFIX, FRAME_STEP, TEXT_ENCODER_ARCHS, UNET_ARCHS, VIDEO_ARCHS, Arch
 from lora_api.cel_rule import Rule, listed
 from lora_api.config import MUTABLE_CONFIG_PATHS, SINGLE_FILE
@@ -216,6 +216,7 @@ JOB_RULES: tuple[Rule, ...] = (
     *cel_optimization.RULES,
     *cel_objective.RULES,
     *cel_order.RULES,
+    *cel_parallelism.RULES,
 )
 
 PROFILE_RULES: tuple[Rule, ...] = (

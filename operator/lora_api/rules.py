@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from lora_api import rules_objective, rules_optimization, rules_order
+from lora_api import parallelism, rules_objective, rules_optimization, rules_order
 from lora_api.archs import VIDEO_ARCHS, Arch, knows_original_layers, trains_text_encoder
 
 if TYPE_CHECKING:
@@ -133,5 +133,6 @@ RULES: tuple[Rule, ...] = (
     *rules_optimization.RULES,
     *rules_objective.RULES,
     *rules_order.RULES,
+    *parallelism.RULES,
 )
 """In the order in which they are asked; the first problem is reported."""

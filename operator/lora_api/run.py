@@ -167,9 +167,10 @@ def config_hash(config: TrainerConfig) -> str:
         for key in path[:-1]:
             parent = parent.get(key, {})
         parent.pop(path[-1], None)
-    # where to train and how often to log do not change what is trained
+    # where to train, how processes share it and how often to log do not change what is trained
     for key in ("device", "performance_log_every"):
         wire.pop(key, None)
+    wire.get("train", {}).pop("parallelism", None)
     wire = {key: value for key, value in wire.items() if value != {}}  # a block in which only mutable fields were set
     text = json.dumps(wire, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

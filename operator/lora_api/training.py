@@ -11,6 +11,7 @@ from lora_api.archs import TEXT_ENCODER_ARCHS
 from lora_api.base import Native
 from lora_api.optimization import EmaConfig, LrScheduler, Optimizer, OptimizerParams, SchedulerParams
 from lora_api.order import MAX_STAGES, STEPS, StageConfig, total_steps
+from lora_api.parallelism import Parallelism
 
 
 class Precision(StrEnum):
@@ -200,6 +201,12 @@ class TrainConfig(Native):
     )
     reg_weight: float = Field(
         1.0, ge=0, le=1000, description="Weight of the loss of regularisation sets (`datasets[].is_reg`)."
+    )
+    parallelism: Parallelism = Field(
+        "auto",
+        description="How several processes share the work. `ddp`: a copy of the model on each. `fsdp`: its weights lie in "
+        "shares on all of them, for bases that one GPU can't hold. `auto`: fsdp with `network.type: full`, else ddp. Which "
+        "samples are trained does not depend on it; one process ignores it.",
     )
     max_nonfinite_steps: int = Field(
         10, ge=1, le=10000, description="Steps in a row whose loss is not finite before the run stops."

@@ -131,8 +131,9 @@ def test_out_of_memory_says_at_what_and_whether_smaller_steps_help(job, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(ZImageModel, "velocity", full)
         assert one.run() == ExitCode.OUT_OF_MEMORY
-    said = "out of device memory while training step 1: CUDA out of memory. Tried to allocate 2 GiB"
-    assert (one.word().message, one.word().shrink_helps) == (said, True)
+    assert one.word().message.startswith("out of device memory while training step 1, forward pass of ")
+    assert "CUDA out of memory. Tried to allocate 2 GiB; halve train.batch_size" in one.word().message
+    assert one.word().shrink_helps is True
     monkeypatch.setattr(ZImageModel, "__init__", full)
     assert one.run() == ExitCode.OUT_OF_MEMORY
     assert one.word().message.startswith("out of device memory while loading the base model: ")
@@ -193,7 +194,8 @@ def command(tmp_path, tiny_model_folder, data):
 def test_a_run_from_flags_makes_itself_smaller_until_it_fits(command, tmp_path):
     code, said = command(CRAMPED_MOST="2")
     assert code == 0, said
-    assert "out of device memory while training step 1: CUDA out of memory. Tried to allocate 4 GiB" in said
+    assert "out of device memory while training step 1, forward pass of 4 pictures of " in said
+    assert "CUDA out of memory. Tried to allocate 4 GiB" in said
     assert (
         "beginning again with batch_size 2 x gradient_accumulation 2 instead of batch_size 4 x gradient_accumulation 1"
         in said

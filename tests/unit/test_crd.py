@@ -94,6 +94,7 @@ VALIDATORS = {
     "rules.formats_are_known_for_the_family": "spec.config.save.formats",
     "rules.assistants_need_additive_adapters": "spec.config.model.assistant_lora_path",
     "rules.clips_need_a_video_family": "spec.config.sample.num_frames",
+    "rules.fsdp_can_shard_it": "spec.config.train.parallelism",
     "DatasetConfig.num_frames._clip_length": "spec.config.datasets[0].num_frames",
     "SampleConfig.num_frames._clip_length": "spec.config.sample.num_frames",
     "ModelConfig.name_or_path._hub_form": "spec.config.model.name_or_path",

@@ -19,15 +19,10 @@ from lora_trainer.errors import (
     NotFiniteError,
     TransientError,
 )
+from lora_trainer.out_of_memory import advice, deepest, doing, is_out_of_memory
 from lora_trainer.stopping import Stopped
 
 PLAIN_FAILURE = 1
-_NO_ROOM = (  # what allocators other than torch's own for CUDA say
-    "DefaultCPUAllocator",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-)
 _MAX_MESSAGE = 2000  # the kubelet cuts termination messages at 4096 bytes
 
 _CODES: tuple[tuple[type[BaseException], ExitCode], ...] = (
@@ -47,21 +42,16 @@ _CODES: tuple[tuple[type[BaseException], ExitCode], ...] = (
 
 def code_of(error: BaseException) -> int:
     """The exit code for an error that ended a start; 1 for anything unforeseen."""
+    if is_out_of_memory(error):
+        return ExitCode.OUT_OF_MEMORY
     for kind, code in _CODES:
         if isinstance(error, kind):
             return code
     if isinstance(error, _loaded("lora_trainer.families.folder", "ModelError")):
         return ExitCode.CONFIGURATION
-    if is_out_of_memory(error):
-        return ExitCode.OUT_OF_MEMORY
     if is_collective_error(error):
         return ExitCode.TRANSIENT
     return PLAIN_FAILURE
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device had no room for a tensor."""
-    return isinstance(error, _loaded("torch", "OutOfMemoryError")) or any(text in str(error) for text in _NO_ROOM)
 
 
 def is_collective_error(error: BaseException) -> bool:
@@ -82,7 +72,7 @@ def word_of(error: BaseException, step: int, stage: Stage = "Training", doing: s
         doing: What was being done, where that explains the error.
     """
     code = code_of(error)
-    message = _sentence(error, code, step, doing)
+    message = _out_of_memory(error, stage, doing) if code == ExitCode.OUT_OF_MEMORY else _sentence(error, code, step)
     return ExitWord(
         code=int(code),
         reason=reason_of(code),
@@ -113,17 +103,20 @@ def _write(path: Path, line: str) -> None:
         sys.stderr.write(f"{path}: the exit word can't be written: {error.strerror}\n")
 
 
-def _sentence(error: BaseException, code: int, step: int, doing: str) -> str:
+def _sentence(error: BaseException, code: int, step: int) -> str:
     if isinstance(error, Stopped):
         saved = f"the checkpoint of step {step} is committed" if step else "nothing was to be saved"
-        return f"stopped by {error.args[0] if error.args else 'a signal'}; {saved}"
-    if code == ExitCode.OUT_OF_MEMORY:
-        return f"out of device memory{doing and f' while {doing}'}: {_first_line(error)}"
+        return f"stopped by {next(iter(error.args), None) or 'a signal'}; {saved}"
     if code == ExitCode.TRANSIENT and is_collective_error(error):
         return f"another rank or the network between ranks failed: {_first_line(error)}"
     if code == PLAIN_FAILURE:
         return f"{type(error).__name__}: {_first_line(error)}"
     return str(error)
+
+
+def _out_of_memory(error: BaseException, stage: Stage, detail: str) -> str:
+    said = _first_line(deepest(error)).removesuffix(".")
+    return f"out of device memory while {doing(stage, detail)}: {said}; {advice(stage, detail)}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,10 +16,10 @@ from lora_api.run import FinalManifest, RunConfig, config_hash
 from lora_api.store import Store
 from lora_trainer import clock
 from lora_trainer.checkpoint import entry
-from lora_trainer.endings import is_out_of_memory
 from lora_trainer.export import export_final
 from lora_trainer.export_metadata import base_revision, header_of
 from lora_trainer.fence import Fence
+from lora_trainer.out_of_memory import is_out_of_memory
 from lora_trainer.prepare import Prepared
 from lora_trainer.records import Told, write_records
 from lora_trainer.report import dataset_facts
@@ -41,7 +41,7 @@ def draw(prepared: Prepared, sample: SampleConfig, folder: Path, step: int, repo
     try:
         return _draw(prepared, sample, folder, step, report)
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        if prepared.spread.sharded or not is_out_of_memory(error):
             raise
         log.warning("no samples are drawn, out of device memory: %s; lower sample.width and height", error)
         return []
@@ -51,7 +51,7 @@ def _draw(prepared: Prepared, sample: SampleConfig, folder: Path, step: int, rep
     total = len(prepared.conditions)
     report(f"drawing sample 1/{total}")
     conditions, negative = prepared.conditions_now()
-    return draw_samples(
+    drawn = draw_samples(
         prepared.model,
         conditions,
         negative if sample.guidance_scale > 0 else None,
@@ -75,15 +75,26 @@ def _draw(prepared: Prepared, sample: SampleConfig, folder: Path, step: int, rep
         ],
         on_drawn=lambda drawn: report(f"drawing sample {min(drawn + 1, total)}/{total}"),
     )
+    prepared.spread.settled()
+    return drawn
 
 
-def put_samples(prepared: Prepared, settings: Settings, store: Store, step: int, report: Report) -> None:
-    """Draws the samples of a step into the run directory."""
+def put_samples(prepared: Prepared, settings: Settings, store: Store | None, step: int, report: Report) -> None:
+    """Draws the samples of a step into the run directory.
+
+    Args:
+        prepared: Model and prompts.
+        settings: Sizes and number of steps.
+        store: None: only takes part in drawing, as every rank has to where the model is sharded.
+        step: Updates done.
+        report: Told what is being done.
+    """
     if not prepared.conditions:
         return
     with tempfile.TemporaryDirectory(prefix="lora-samples-") as scratch:
         for path in draw(prepared, settings.sample, Path(scratch), step, report):
-            store.put(layout.samples_folder(step) + path.name, path)
+            if store is not None:
+                store.put(layout.samples_folder(step) + path.name, path)
 
 
 def finish(

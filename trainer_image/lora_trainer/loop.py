@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lora_api.config import TrainerConfig
 from lora_api.run import Control
@@ -33,6 +32,7 @@ from lora_trainer.reporting import Reporter
 from lora_trainer.runtime import Agreement, Group, autocast
 from lora_trainer.saver import Saves, Saving
 from lora_trainer.settings import Settings
+from lora_trainer.spread import Spread
 from lora_trainer.stages import Stage, rate_at, stage_at, stages_of
 from lora_trainer.state import TrainState
 from lora_trainer.stopping import StopRequest
@@ -45,17 +45,6 @@ log = logging.getLogger(__name__)
 
 _SCALE_GROWTH_STEPS = 2000  # fp16: good updates before the loss scale is doubled
 _LEAST_SCALE = 1.0
-
-
-def gradient_norm(gradients: list[Tensor]) -> Tensor:
-    """Euclidean norm over all gradients together, () fp32.
-
-    On CPUs one copy and one norm are five times faster than a norm for each of many small tensors.
-    """
-    if gradients[0].device.type == "cpu":
-        norm: Tensor = torch.cat([gradient.reshape(-1) for gradient in gradients]).norm()
-        return norm
-    return get_total_norm(gradients, foreach=True)
 
 
 @dataclass
@@ -80,6 +69,9 @@ class Loop:
         after_step: Called with the step after each update: saves and samples when they are due.
         stages: What changes at which step; those of `config` where they are left out.
         batches_of: Makes the micro-batches of a stage that begins.
+        timer: Of the parts of a step.
+        spread: How what is trained lies on the ranks.
+        describe: A batch in words, for the report of an error in it.
     """
 
     config: TrainerConfig
@@ -100,13 +92,17 @@ class Loop:
     stages: tuple[Stage, ...] = ()
     batches_of: Callable[[Stage, TrainState], Batches] | None = None
     precision: Precision | None = None
+    spread: Spread | None = None
+    describe: Callable[[MicroBatch], str] = lambda batch: f"{len(batch.x_t)} samples of {tuple(batch.x_t.shape[1:])}"
 
     def __post_init__(self) -> None:
         self._parameters: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._precision = self.precision or Precision(self.config.train.dtype)
         self._scaled = self._precision is Precision.FP16
-        wrapped = {id(parameter) for parameter in self.model.forward_module.parameters()}
-        self._apart = [p for p in self._parameters if id(p) not in wrapped]  # text encoders
+        self._spread = self.spread or Spread(self.group, self.model.forward_module)
+        self._apart = self._spread.apart(self._parameters)
+        self._part = ""  # of a step that is being done
+        self._batch: MicroBatch | None = None
         self._kind, self._delta = self.config.train.loss_type, self.config.train.huber_delta
         self._dropout = self.config.network.dropout > 0
         self.stages = self.stages or stages_of(self.config)
@@ -119,6 +115,18 @@ class Loop:
             NotFiniteError: When too many iterations in a row were not finite.
             BaseException: When the last save failed, or a newer start exists; see `Saves.heard`.
         """
+        try:
+            return self._run()
+        except Exception:
+            if self._part:  # else what is done after a step says itself what that is
+                self.reporter.detail(self._doing())
+            raise
+
+    def _doing(self) -> str:
+        batch = "" if self._batch is None else f" of {self.describe(self._batch)}"
+        return f"training step {self.state.step + 1}, {self._part}{batch}"
+
+    def _run(self) -> bool:
         while self.state.step < self.settings.steps:
             if self.stage.end is not None and self.state.step >= self.stage.end:
                 self._enter_next_stage()
@@ -148,21 +156,24 @@ class Loop:
         count = self.stage.passes
         losses = []
         for micro in range(count):
+            self._part, self._batch = "making a batch", None
             with self.timer.part("data"):
                 batch = self.batches.next()
-            with self._without_sync() if micro < count - 1 else nullcontext():
+            with self._spread.without_sync() if micro < count - 1 else nullcontext():
                 losses.append(self._forward_backward(batch, count))
+        self._part, self._batch = "averaging gradients", None
         self.group.average([p.grad for p in self._apart if p.grad is not None])
         with self.timer.part("norm"):
-            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            gradients = self._spread.held([p.grad for p in self._parameters if p.grad is not None])
             if self._scaled:
                 torch._foreach_mul_(gradients, 1.0 / self.state.loss_scale)
-            norm = gradient_norm(gradients)
+            norm = self._spread.norm(gradients)
         return (losses[0] if count == 1 else torch.stack(losses).mean()), norm
 
     def _forward_backward(self, batch: MicroBatch, count: int) -> Tensor:
         if self._dropout:
             seed_dropout(self.config.train.seed, self.state.iteration, batch.slot, self.model.device)
+        self._part, self._batch = "forward pass", batch
         with self.timer.part("forward"), autocast(self.model.device, self._precision):
             conditioning = self.model.conditioned(batch.conditioning, batch.captions)
             loss, raw = loss_of(
@@ -173,27 +184,27 @@ class Loop:
                 mask=batch.mask,
                 weight_B=batch.loss_weight,
             )
+        self._part = "backward pass"
         with self.timer.part("backward"):
             factor = (self.state.loss_scale if self._scaled else 1.0) / count
             (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
         self.reporter.advanced()
         return raw.detach()
 
-    def _without_sync(self) -> Any:
-        return getattr(self.model.forward_module, "no_sync", nullcontext)()
-
     def _update(self, agreed: Agreement, norm: Tensor, begin: float) -> None:
         train, state = self.config.train, self.state
         lr = rate_at(state.step, self.stage, train, self.settings)
+        self._part = "update"
         with self.timer.part("optimizer"):
             if 0 < train.max_grad_norm < agreed.grad_norm:
-                clip_grads_with_norm_(self._parameters, train.max_grad_norm, norm, foreach=True)
+                self._spread.clip(self._parameters, train.max_grad_norm, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * group["lr_scale"]
             self.optimizer.step()
             self.optimizer.zero_grad()
             if self.average is not None:
                 self.average.update(state.step + 1)
+        self._part = ""
         state.step += 1
         state.iteration += 1
         state.nonfinite_in_a_row = 0

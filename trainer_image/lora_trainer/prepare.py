@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lora_api.parallelism import is_sharded
 from lora_api.precision import choose_precision
 from lora_api.run import RunConfig
 from lora_api.shrink import passes
@@ -30,6 +32,7 @@ from lora_trainer.memory.placing import checkpointing, loading_device, place_bas
 from lora_trainer.objective import take_noise_settings
 from lora_trainer.reporting import Reporter
 from lora_trainer.runtime import TORCH_DTYPE, Group
+from lora_trainer.spread import Spread
 from lora_trainer.stages import Datasets, stages_of, views_of
 from lora_trainer.stopping import StopRequest
 
@@ -49,6 +52,7 @@ class Prepared:
 
     model: BaseModel
     adapter: Trainable
+    spread: Spread
     samples: list[Sample]
     views: dict[Datasets, range]  # where those of each way to train the datasets lie in it
     cache: TensorCache
@@ -120,18 +124,24 @@ class Preparation:
             memory.expect(config, model_folder, self.precision)
         model = self._load(family, model_folder)
         self._take_assistant(family, model)
-        place_base(model, config.model, self.device)
+        if self._sharded:  # only shares of the denoiser go to the device, when it is sharded
+            model.device, model.text_format = self.device, config.model.quantize_te
+            model.pipe.vae.to(self.device)
+        else:
+            place_base(model, config.model, self.device)
         prompts = tuple(fill_trigger(prompt, config.trigger_word) for prompt in self.sample_prompts)
         cache = TensorCache(self.environment.cache_folder / "tensors")
         self._encode(samples, prompts, model, cache)
         self._say("adding the adapter")
-        adapter = _add_adapter(model, self.run, self._first_adapter())
+        adapter, spread = self._add_adapter(model)
         self._save_memory(model)
+        model.forward_module = spread.module or model.denoiser
         conditions = [cache.load(text_key(prompt, model.text_identity)) for prompt in prompts]
         negative = cache.load(text_key("", model.text_identity)) if prompts else None
         return Prepared(
             model,
             adapter,
+            spread,
             samples,
             views,
             cache,
@@ -149,7 +159,8 @@ class Preparation:
             self._say("importing libraries")
             import_pipeline(folder)
             self._say("loading the base model")
-            device = loading_device(self.run.config.model, self.device)
+            cpu = torch.device("cpu")
+            device = cpu if self._sharded else loading_device(self.run.config.model, self.device)
             model = family.load(folder, dtype=TORCH_DTYPE[self.precision], device=device)
         except ModelError as error:
             raise ConfigurationError(f"config.model.name_or_path: {error}") from error
@@ -203,6 +214,31 @@ class Preparation:
             prints.save()
             self.group.wait(self.stop.check)
         return model_folder, samples, views
+
+    def _add_adapter(self, model: BaseModel) -> tuple[Trainable, Spread]:
+        """What is trained, and how it lies on the ranks. Whole models are sharded first: each share is made fp32 by itself."""
+        whole = self.run.config.network.type == "full"
+        try:
+            spread = self._shard(model, ()) if self._sharded and whole else Spread(self.group)
+            adapter = _add_adapter(model, self.run, self._first_adapter(), spread)
+            if self._sharded and not whole:
+                spread = self._shard(model, adapter.parameters())
+            elif not self._sharded:
+                spread.module = self.group.wrap(model.denoiser)
+            adapter.spread = spread
+        except ValueError as error:
+            raise ConfigurationError(f"config.{error}") from error
+        return adapter, spread
+
+    def _shard(self, model: BaseModel, whole: Sequence[torch.nn.Parameter]) -> Spread:
+        from lora_trainer.sharding import shard  # takes seconds to import
+
+        self._say("sharding the base model")
+        return shard(model, self.group, whole)
+
+    @cached_property
+    def _sharded(self) -> bool:
+        return is_sharded(self.run.config, self.group.world_size)
 
     @cached_property
     def _sources(self) -> Sources:
@@ -274,21 +310,18 @@ def _family(arch: str) -> Family:
         raise ConfigurationError(f"config.{error}") from error
 
 
-def _add_adapter(model: BaseModel, run: RunConfig, first: Path | None) -> Trainable:
+def _add_adapter(model: BaseModel, run: RunConfig, first: Path | None, spread: Spread) -> Trainable:
     from lora_trainer.networks import add_adapter, train_all, warm_start
 
     network = run.config.network
-    try:
-        if network.type == "full":
-            adapter: Trainable = train_all(model, network)
-        else:
-            train = run.config.train
-            adapter = add_adapter(
-                model, network, seed=train.seed, denoiser=train.train_unet, text_encoders=train.train_text_encoder
-            )
-        if first is not None:
-            with model.plain_weights():
-                warm_start(model, adapter, first)
-    except ValueError as error:
-        raise ConfigurationError(f"config.{error}") from error
+    if network.type == "full":
+        adapter: Trainable = train_all(model, network, spread)
+    else:
+        train = run.config.train
+        adapter = add_adapter(
+            model, network, seed=train.seed, denoiser=train.train_unet, text_encoders=train.train_text_encoder
+        )
+    if first is not None:
+        with model.plain_weights():
+            warm_start(model, adapter, first)
     return adapter

@@ -81,8 +81,11 @@ class Agreement:
 class Group:
     """All ranks of a start. With one process every method is local."""
 
-    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, world_size: int, device: torch.device, *, local_rank: int = 0, local_world_size: int = 1
+    ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
+        self._local_rank, self._local_world_size = local_rank, local_world_size
         self._patient: Any = None
 
     @classmethod
@@ -92,7 +95,10 @@ class Group:
         Raises:
             torch.distributed.DistError: When the others can't be reached.
         """
-        group = cls(environment.rank, environment.world_size, device)
+        group = cls(
+            environment.rank, environment.world_size, device,
+            local_rank=environment.local_rank, local_world_size=environment.local_world_size,
+        )  # fmt: skip
         if environment.world_size > 1:
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
@@ -103,7 +109,7 @@ class Group:
         return group
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """The module, with gradients averaged over ranks; as it is when nothing in it is trained."""
+        """The module, with gradients averaged over ranks by DDP; as it is when nothing in it is trained."""
         if self.world_size == 1 or not any(parameter.requires_grad for parameter in module.parameters()):
             return module
         ids = [self.device.index] if self.device.type == "cuda" else None
@@ -169,6 +175,21 @@ class Group:
             check()
             time.sleep(_POLL_SECONDS)
         work.wait()
+
+    def any(self, mine: bool) -> bool:  # noqa: FBT001 - the value that is shared
+        """Whether it is true on any rank; every rank has to ask."""
+        if self.world_size == 1:
+            return mine
+        fact = torch.tensor(float(mine))
+        dist.all_reduce(fact, dist.ReduceOp.MAX, group=self._patient)
+        return bool(fact)
+
+    def by_turns(self, work: Callable[[], None]) -> None:
+        """Does something on one rank of each node after another, so that one rank's host memory is enough for it."""
+        for turn in range(self._local_world_size):
+            if turn == self._local_rank:
+                work()
+            self.wait(lambda: None)
 
     def close(self) -> None:
         """Leaves the group; only after a good end, it would wait for a broken one."""

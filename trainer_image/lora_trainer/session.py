@@ -16,6 +16,8 @@ from lora_trainer.beginning import Beginning
 from lora_trainer.checkpoint import Checkpoint
 from lora_trainer.control import ControlWatch
 from lora_trainer.course import Course, enter
+from lora_trainer.data.samples import described
+from lora_trainer.data.stream import MicroBatch
 from lora_trainer.errors import CheckpointIntegrityError, TransientError
 from lora_trainer.export import portable_files
 from lora_trainer.fence import Fence
@@ -28,10 +30,10 @@ from lora_trainer.retention import remove_old_checkpoints
 from lora_trainer.retry import place
 from lora_trainer.runtime import Group, synchronise
 from lora_trainer.sampling import each_pass
-from lora_trainer.saver import Saver, Saves, Snapshot
+from lora_trainer.saver import Saver, Saves, Saving, Snapshot
 from lora_trainer.settings import Settings
 from lora_trainer.stages import stage_at, stages_of
-from lora_trainer.state import TrainState, build_optimizer, finished, snapshot, unpack
+from lora_trainer.state import TrainState, build_optimizer, finished, snapshot, take_part_in_snapshot, unpack
 from lora_trainer.stopping import Stopped
 from lora_trainer.tensorfile import HostBuffers, TensorFile
 from lora_trainer.timing import PartTimer
@@ -87,16 +89,24 @@ class Session:
             raise Stopped(stop.signal_name)
         reporter.enter("Finalizing")
         stop.check()
-        if self.fence is not None:
-            self._take_prompts(self._say)
-            with standing_in(self.average):
-                finish(
-                    self.prepared, self.settings, self.run, store=self.store, fence=self.fence, step=self.state.step,
-                    told=Told(self.beginning.start, reporter.told(), reporter.now, self.saves.stall_seconds),
-                    report=self._say,
-                )  # fmt: skip
+        with standing_in(self.average):
+            self._finish()
         self.group.wait(stop.check)
         reporter.detail("finished")
+
+    def _finish(self) -> None:
+        prepared, reporter = self.prepared, self.start.reporter
+        prepared.adapter.collect(keep=self.fence is not None)
+        if self.fence is not None or prepared.spread.sharded:
+            self._take_prompts(self._say)
+        if self.fence is not None:
+            finish(
+                prepared, self.settings, self.run, store=self.store, fence=self.fence, step=self.state.step,
+                told=Told(self.beginning.start, reporter.told(), reporter.now, self.saves.stall_seconds),
+                report=self._say,
+            )  # fmt: skip
+        elif prepared.spread.sharded:
+            put_samples(prepared, self.settings, None, self.state.step, self._say)
 
     def _restore(self) -> None:
         """Optimizer, counters and settings, from the checkpoint if there is one."""
@@ -109,13 +119,17 @@ class Session:
         self.average = build_average(self.prepared.adapter.parameters(), self.optimizer, train)
         self.state = TrainState()
         if self.beginning.manifest_key is not None:
-            found, self.newest = self.newest or self._read_again(self.beginning.manifest_key), None
-            try:
-                self.state = unpack(found.files, self.prepared.adapter, self.optimizer, self.average)
-            except (ValueError, KeyError) as error:
-                raise CheckpointIntegrityError(f"{found.manifest_key}: does not fit this adapter: {error}") from error
-            log.info("resumed from %s", found.manifest_key)
+            self.prepared.spread.by_turns(self._restore_checkpoint)
         self.start.committed_step = self.state.step
+
+    def _restore_checkpoint(self) -> None:
+        assert self.beginning.manifest_key is not None
+        found, self.newest = self.newest or self._read_again(self.beginning.manifest_key), None
+        try:
+            self.state = unpack(found.files, self.prepared.adapter, self.optimizer, self.average)
+        except (ValueError, KeyError) as error:
+            raise CheckpointIntegrityError(f"{found.manifest_key}: does not fit this adapter: {error}") from error
+        log.info("resumed from %s", found.manifest_key)
 
     def _read_again(self, key: str) -> Checkpoint:
         """The checkpoint that rank 0 chose, on another rank."""
@@ -132,6 +146,7 @@ class Session:
         self.saves = Saves(
             self._saver(), self.group, self.start.reporter, self.start.committed_step, heard_of_commit=self._heard
         )
+        self.start.peers.saves = lambda: self.saves.state is Saving.BUSY
         try:
             done = self._loop()
             if self.state.step > self.saves.taken_step:
@@ -145,7 +160,6 @@ class Session:
         config, reporter, model = self.run.config, self.start.reporter, self.prepared.model
         stages = stages_of(config, self.run.shrunk)
         course = Course(self.prepared, config.train, self.group)
-        model.forward_module = self.group.wrap(model.denoiser)
         stage = stage_at(stages, self.state.step)
         enter(stage, self.state)
         reporter.take_stages(stages, stage, self.group.world_size)
@@ -158,6 +172,7 @@ class Session:
             batches=course.batches(stage, self.state), batches_of=course.batches, stages=stages, group=self.group,
             stop=self.start.stop, reporter=reporter, control=control, planned=self.beginning.planned, saves=self.saves,
             average=self.average, after_step=self._after_step, precision=self.prepared.precision,
+            spread=self.prepared.spread, describe=self._described,
             timer=PartTimer(config.performance_log_every, lambda: synchronise(self.group.device)),
         )  # fmt: skip
         try:
@@ -168,6 +183,9 @@ class Session:
             if control is not None:
                 control.close()
         return done
+
+    def _described(self, batch: MicroBatch) -> str:
+        return described([self.prepared.samples[number] for number in batch.samples])
 
     def _after_step(self, step: int, settings: Settings) -> None:
         self.settings = settings
@@ -185,6 +203,8 @@ class Session:
     def _snapshot(self) -> Snapshot | None:
         """What is trained as it stands, on the host; on rank 0."""
         if self.fence is None:
+            if self.prepared.spread.sharded:
+                take_part_in_snapshot(self.prepared.adapter, self.optimizer)
             return None
         begun, adapter, model = clock.seconds(), self.prepared.adapter, self.prepared.model
         files = snapshot(
@@ -212,11 +232,13 @@ class Session:
         self.start.committed_step = step
 
     def _draw(self, step: int) -> None:
-        if self.fence is not None:
+        if self.fence is not None or self.prepared.spread.sharded:
+            store = self.store if self.fence is not None else None
             try:
-                self._take_prompts(self._say_unless_stopping)
+                # each rank encodes as many captions as it has to: no place to agree on stopping
+                self._take_prompts(self._say if self.prepared.spread.sharded else self._say_unless_stopping)
                 with standing_in(self.average), each_pass(self.prepared.model, self.start.reporter.advanced):
-                    put_samples(self.prepared, self.settings, self.store, step, self._say_unless_stopping)
+                    put_samples(self.prepared, self.settings, store, step, self._say_unless_stopping)
             except Stopped:
                 log.info("drawing samples of step %d was cut short", step)
             self.start.reporter.detail("")
@@ -239,6 +261,8 @@ class Session:
         self.start.reporter.detail(text)
 
     def _say_unless_stopping(self, text: str) -> None:
-        if self.start.stop.requested:
-            raise Stopped(self.start.stop.signal_name)
+        stop = self.start.stop
+        # where every rank draws, all of them cut it short or none does
+        if self.group.any(stop.requested) if self.prepared.spread.sharded else stop.requested:
+            raise Stopped(stop.signal_name)
         self.start.reporter.detail(text)

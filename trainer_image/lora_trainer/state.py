@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load
+from torch import Tensor
 
 from lora_trainer.averages import Average, standing_in
 from lora_trainer.checkpoint import ADAPTER, OPTIMIZER, STATE, TRAINING
 from lora_trainer.optimizers import OptimizerState, build_optimizer, load_state, state_of
 from lora_trainer.runtime import synchronise
-from lora_trainer.tensorfile import HostBuffers, TensorFile
+from lora_trainer.tensorfile import HostBuffers, TensorFile, take_part
 
 if TYPE_CHECKING:
     from lora_trainer.networks import Trainable
@@ -70,11 +71,15 @@ def snapshot(
         counters["optimizer"] = facts
     header = {"step": str(state.step), **adapter.checkpoint_header()}
     with standing_in(average):
-        files: Files = {ADAPTER: TensorFile(adapter.checkpoint_tensors(), header, name=ADAPTER, buffers=buffers)}
+        files: Files = {
+            ADAPTER: TensorFile(
+                adapter.checkpoint_tensors(), header, name=ADAPTER, buffers=buffers, whole=adapter.spread.gathered
+            )
+        }
     if average is not None:
         files[TRAINING] = TensorFile(adapter.checkpoint_tensors(), name=TRAINING, buffers=buffers)
     return files | {
-        OPTIMIZER: TensorFile(optimizer_state.tensors, name=OPTIMIZER, buffers=buffers),
+        OPTIMIZER: TensorFile(optimizer_state.tensors, name=OPTIMIZER, buffers=buffers, whole=adapter.spread.gathered),
         STATE: json.dumps(counters, indent=1, sort_keys=True).encode(),
     }
 
@@ -82,6 +87,12 @@ def snapshot(
 def finished(files: Mapping[str, TensorFile | bytes]) -> dict[str, bytes | memoryview]:
     """The bytes of a snapshot's files; every value has arrived."""
     return {name: each.finished() if isinstance(each, TensorFile) else each for name, each in files.items()}
+
+
+def take_part_in_snapshot(adapter: Trainable, optimizer: torch.optim.Optimizer) -> None:
+    """What the other ranks do while rank 0 takes a snapshot of a sharded model: they give their shares, file by file."""
+    for tensors in (adapter.checkpoint_tensors(), state_of(optimizer).tensors):
+        take_part(tensors, adapter.spread.gathered)
 
 
 def pack(
@@ -118,9 +129,24 @@ def unpack(
     if TRAINING in files:
         adapter.load_checkpoint_tensors(load(files[TRAINING]))
     facts = counters.get("optimizer", {})
-    load_state(optimizer, OptimizerState(load(files[OPTIMIZER]), **facts))
+    tensors = load(files[OPTIMIZER])
+    if adapter.spread.sharded:
+        tensors = _shares(tensors, adapter, optimizer)
+    load_state(optimizer, OptimizerState(tensors, **facts))
     for group, scale in zip(optimizer.param_groups, counters["lr_scales"], strict=True):
         group["lr_scale"] = scale  # relative to the rate the run began with, whatever `train.lr` says by now
     return TrainState(
         **{name: counters.get(name, 0) if name in _ADDED else counters[name] for name in asdict(TrainState())}
     )
+
+
+def _shares(tensors: Mapping[str, Tensor], adapter: Trainable, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """This rank's share of each moment that has the shape of its parameter; counters are the same on all ranks."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    owners = {name: parameters[int(name.partition(".")[0])] for name in tensors}
+    return {
+        name: adapter.spread.like(owners[name], tensor)
+        if tensor.shape == owners[name].shape and tensor.ndim
+        else tensor
+        for name, tensor in tensors.items()
+    }

@@ -102,7 +102,7 @@ def follow_launcher() -> None:
         return
     mark = Path(os.environ["LORA_WORD_DIR"]) / f"rank-{os.environ.get('RANK', '0')}.started"
     with contextlib.suppress(OSError):
-        mark.touch()
+        mark.write_text(str(os.getpid()))
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     except (OSError, AttributeError):

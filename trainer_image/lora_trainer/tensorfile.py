@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -71,6 +71,8 @@ class TensorFile:
             file. None: no texts and no hash, as the library writes it.
         name: Under which `buffers` knows its memory.
         buffers: Memory to use; None makes new memory.
+        whole: Turns each tensor, in the order of the file, into one that holds all its values: where they lie in shares
+            on several ranks, the others call `take_part`.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class TensorFile:
         *,
         name: str = "",
         buffers: HostBuffers | None = None,
+        whole: Callable[[Tensor], Tensor] = Tensor.detach,
     ) -> None:
         text = _header_text(tensors, header)
         self._begin = 8 + len(text)
@@ -95,7 +98,7 @@ class TensorFile:
         at = self._begin
         for key, tensor in _in_order(tensors):
             place = self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            place.copy_(tensor.detach(), non_blocking=True)
+            place.copy_(whole(tensor), non_blocking=True)
             self.tensors[key] = place
             at += tensor.nbytes
 
@@ -109,6 +112,12 @@ class TensorFile:
 
     def _view(self) -> memoryview:
         return memoryview(self._memory.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
+
+
+def take_part(tensors: Mapping[str, Tensor], whole: Callable[[Tensor], Tensor]) -> None:
+    """What other ranks do while one makes a file of tensors that lie in shares on all of them."""
+    for _, tensor in _in_order(tensors):
+        whole(tensor)
 
 
 def with_header(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from lora_api.stores import Credentials, credentials_from_folder, open_store
 from lora_trainer import endings
 from lora_trainer.beginning import Beginning, begin
 from lora_trainer.environment import Environment
-from lora_trainer.errors import ConfigurationError, FencedError
+from lora_trainer.errors import ConfigurationError, FencedError, TransientError
 from lora_trainer.fence import Fence
+from lora_trainer.peers import PeerWatch
 from lora_trainer.reporting import Reporter
 from lora_trainer.retry import RetryingStore
 from lora_trainer.stopping import Stopped, StopRequest
@@ -62,6 +64,7 @@ def train(path: Path, environment: Environment, stop: StopRequest) -> int:
         word = endings.done_word(step, f"finished at step {step}")
     except BaseException as error:  # noqa: BLE001 - whatever ends a start is put into words
         word = start.word_for(error)
+    start.peers.close()
     with stop.deferred():
         endings.write_word(word, environment)
         start.reporter.close(word)
@@ -77,6 +80,18 @@ class Start:
     reporter: Reporter = field(default_factory=lambda: Reporter(None, 0, 0))
     committed_step: int = 0
 
+    def __post_init__(self) -> None:
+        several = self.environment.local_world_size > 1
+        self.peers = PeerWatch(self.environment.word_folder if several else None, self.environment.rank, self._follow)
+
+    def _follow(self, lost: str) -> None:
+        """Ends this process after another rank, from the thread that saw it: the main thread waits for that rank."""
+        word = self.word_for(TransientError(f"{lost}; this rank waited for it"))
+        endings.write_word(word, self.environment)
+        self.reporter.close(word)
+        logging.shutdown()
+        os._exit(word.code)
+
     def word_for(self, error: BaseException) -> ExitWord:
         """The word for what ended this start; unforeseen errors are logged with their traceback."""
         if self.stop.requested and endings.is_collective_error(error):
@@ -84,7 +99,7 @@ class Start:
         if isinstance(error, FencedError):
             self.reporter.fenced = error  # the newer start reports from now on
         now = self.reporter.now
-        doing = f"training step {now.step + 1}" if now.stage == "Training" else now.detail
+        doing = now.detail or (f"training step {now.step + 1}" if now.stage == "Training" else "")
         word = endings.word_of(error, self.committed_step, now.stage, doing)
         if word.code == endings.PLAIN_FAILURE:
             log.error("unexpected error", exc_info=error)
@@ -108,6 +123,7 @@ class Start:
 
         device = runtime.device_for(run.config.device, self.environment.local_rank)
         group = runtime.Group.form(self.environment, device)
+        self.peers.start()
         beginning = group.broadcast(beginning)
         if beginning.finished_step is None:
             from lora_trainer.session import Session

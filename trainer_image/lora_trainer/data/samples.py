@@ -45,6 +45,14 @@ class Sample:
         return self.bucket, len(self.frames)
 
 
+def described(samples: Sequence[Sample]) -> str:
+    """A batch in words: `2 pictures of 1024 x 1024`."""
+    size, frames = samples[0].group
+    several = "s" if len(samples) > 1 else ""
+    kind = f"clip{several} of {frames} frames of" if frames else f"picture{several} of"
+    return f"{len(samples)} {kind} {size.width} x {size.height}"
+
+
 def plan_samples(
     datasets: Sequence[tuple[Path, DatasetConfig]],
     *,

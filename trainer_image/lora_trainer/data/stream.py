@@ -35,6 +35,7 @@ class MicroBatch:
     conditioning: Conditioning
     slot: int  # of its first sample, see objective.draw
     captions: tuple[str, ...] = ()  # of the batch, where a text encoder is trained
+    samples: tuple[int, ...] = ()  # their numbers
     loss_weight: Tensor | None = None  # (B,) weights of samples; None where all are 1
     delta: Tensor | None = None  # (B,) of huber losses; None where all have that of the configuration
     mask: Tensor | None = (
@@ -165,6 +166,7 @@ class BatchMaker:
             time=self._to_device(corrupted.time),
             conditioning=model.collate([self._reader.condition(*each) for each in drawn]),
             slot=first,
+            samples=tuple(mine),
             captions=tuple(self._reader.caption(*each) for each in drawn) if model.trained_text else (),
             loss_weight=self._to_device(self._loss_weight(mine, corrupted.time)),
             delta=self._to_device(self._objective.deltas(model, corrupted.time)),

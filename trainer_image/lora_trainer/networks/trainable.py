@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.families.parts import Part, by_part, part_of
+from lora_trainer.spread import Spread
 
 
 class Trainable(ABC):
@@ -22,9 +23,11 @@ class Trainable(ABC):
     Attributes:
         parts: The components that it changes.
         modules: Names of the layers that it changes, sorted within each component.
+        spread: How its parameters lie on the ranks.
     """
 
     modules: list[str]
+    spread: Spread = Spread()
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class Trainable(ABC):
 
     def state_dict(self) -> dict[str, Tensor]:
         """A copy of the parameters on the CPU, fp32, by their names in the denoiser: `<layer>.lora_A.weight`."""
-        return {key: parameter.detach().cpu().clone().contiguous() for key, parameter in self._parameters.items()}
+        return {key: self.spread.whole(parameter) for key, parameter in self._parameters.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -102,7 +105,14 @@ class Trainable(ABC):
                     f"adapter state: {key} is {tuple(found.shape)} {found.dtype}, expected {tuple(parameter.shape)} torch.float32"
                 )
         for key, parameter in self._parameters.items():
-            parameter.copy_(state[key])
+            self.spread.fill(parameter, state[key])
+
+    def collect(self, *, keep: bool) -> None:  # noqa: B027 adapters have nothing to gather
+        """Gathers what the export of whole models needs, where it is sharded; every rank takes part. Nothing for adapters.
+
+        Args:
+            keep: See `Spread.whole`.
+        """
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """The parameters themselves, no copies, by the keys of checkpoints: with the component in front."""

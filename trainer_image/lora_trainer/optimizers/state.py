@@ -54,8 +54,11 @@ def state_of(optimizer: torch.optim.Optimizer) -> OptimizerState:
             if not isinstance(value, Tensor):
                 state.numbers[name] = value
                 continue
-            place = (value.data_ptr(), value.shape, value.dtype)
-            first = seen.setdefault(place, name) if value.numel() else name
+            held: Tensor = (
+                value.to_local() if hasattr(value, "to_local") else value
+            )  # what is shared out has no address
+            place = (held.data_ptr(), value.shape, value.dtype)
+            first = seen.setdefault(place, name) if held.numel() else name
             if first == name:
                 state.tensors[name] = value.detach()
             else:
