@@ -36,10 +36,11 @@ from lora_trainer.fence import Fence
 from lora_trainer.loop import Loop
 from lora_trainer.networks import add_adapter
 from lora_trainer.objective import Objective
+from lora_trainer.optimizers import build_optimizer
 from lora_trainer.reporting import Reporter
 from lora_trainer.runtime import Group
 from lora_trainer.settings import Settings
-from lora_trainer.state import TrainState, build_optimizer
+from lora_trainer.state import TrainState
 from lora_trainer.stopping import StopRequest
 from lora_trainer.tiny import make_tiny
 
