@@ -167,7 +167,7 @@ def test_a_job_of_full_fine_tuning_ends_in_a_component_folder(job, tmp_path):
     manifest = final(whole)
     assert manifest.adapter == "transformer/diffusion_pytorch_model.safetensors"
     names = {file.name for file in manifest.files}
-    assert {manifest.adapter, "transformer/config.json", "config.json", "metadata.yaml"} == names
+    assert {manifest.adapter, "transformer/config.json", "config.json", "metadata.yaml", "report.html"} == names
     trained = load(whole.newest()[checkpoint.ADAPTER])
     assert all(key.startswith("transformer.") for key in trained)
 
@@ -178,7 +178,7 @@ def test_a_job_writes_every_asked_format_and_names_it_in_the_manifest(job, tiny_
     names = {file.name for file in final(whole).files}
     assert names == {
         "adapter.safetensors", "peft/adapter_model.safetensors", "peft/adapter_config.json", "adapter.comfyui.safetensors",
-        "adapter.kohya.safetensors", "adapter_weights.bin", "config.json", "metadata.yaml",
+        "adapter.kohya.safetensors", "adapter_weights.bin", "config.json", "metadata.yaml", "report.html",
     }  # fmt: skip
     file = tmp_path / "adapter.safetensors"
     file.write_bytes(whole.store.get(layout.FINAL + "adapter.safetensors"))
