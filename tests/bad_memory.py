@@ -20,6 +20,14 @@ CASES: list[tuple[dict[str, Any], str]] = [
         ),
     ),
     (
+        {"model": {"arch": "zimage", "name_or_path": "/m", "offload_blocks": 0.5}, "network": {"type": "full"}},
+        "model.offload_blocks: 0.5 is for weights that stay as they are, not for network.type full; set it to 0",
+    ),
+    (
+        {"model": {"arch": "zimage", "name_or_path": "/m", "offload_blocks": 1}, "train": {"compile": True}},
+        "model.offload_blocks: 1 can't be combined with train.compile: true; set one of them back",
+    ),
+    (
         {"train": {"gradient_checkpointing_every": 2}},
         "train.gradient_checkpointing_every: 2 plays no part, because gradient_checkpointing is false; set that to true",
     ),

@@ -203,6 +203,18 @@ JOB_RULES: tuple[Rule, ...] = (
         field="model.quantize_te",
     ),
     Rule(
+        on=("spec", "config"),
+        rule="self.model.offload_blocks == 0.0 || self.network.type != 'full'",
+        message="is for weights that stay as they are, not for network.type full; set it to 0",
+        field="model.offload_blocks",
+    ),
+    Rule(
+        on=("spec", "config"),
+        rule="self.model.offload_blocks == 0.0 || !self.train.compile",
+        message="can't be combined with train.compile: true; set one of them back",
+        field="model.offload_blocks",
+    ),
+    Rule(
         on=("spec", "config", "train"),
         rule="self.gradient_checkpointing_every == 1 || self.gradient_checkpointing",
         message="plays no part, because gradient_checkpointing is false; set that to true",

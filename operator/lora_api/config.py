@@ -53,6 +53,14 @@ class ModelConfig(Native):
         None, description="The same for the linear layers of text encoders. Changes the captions' embeddings a little."
     )
 
+    offload_blocks: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of the denoiser's blocks whose weights rest in CPU memory and visit the GPU when they are computed "
+        "with; 1 is all. Needs that much more time for copying.",
+    )
+
     @model_validator(mode="after")
     def _a_file_has_extras(self) -> ModelConfig:
         if self.name_or_path.endswith(SINGLE_FILE) and self.extras_name_or_path is None:

@@ -142,6 +142,7 @@ ENVIRONMENT: tuple[tuple[str, str, str, str], ...] = (
     ("LORA_HEARTBEAT_SECONDS", "trainer", "2", "Seconds between two heartbeats."),
     ("LORA_RETENTION", "trainer", "`operator`", "`trainer`: the trainer itself removes old checkpoints."),
     ("LORA_COMMAND", "trainer", "-", "The command line that goes on with the run, told to its user at the end."),
+    ("CXX", "trainer", "`g++`, `clang++`", "C++ compiler for `train.compile` on CPUs."),
     ("LORA_METRICS_PORT", "trainer", "0", "Port of `/metrics` for Prometheus; 0 is off."),
     ("KUBECONFIG", "operator", "the pod's service account", "How to reach the API server, outside a cluster."),
     ("POD_NAMESPACE", "operator", "the service account's", "Namespace of the operator's own Secrets."),

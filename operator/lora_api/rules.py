@@ -101,6 +101,16 @@ def quantised_weights_are_not_trained(config: TrainerConfig) -> str | None:
     return None
 
 
+def resting_blocks_are_not_trained_nor_compiled(config: TrainerConfig) -> str | None:
+    """Weights that come and go have no place for updates, and compiled code expects them to stay."""
+    share = config.model.offload_blocks
+    if share and config.network.type == "full":
+        return f"model.offload_blocks: {share:g} is for weights that stay as they are, not for network.type full; set it to 0"
+    if share and config.train.compile:
+        return f"model.offload_blocks: {share:g} can't be combined with train.compile: true; set one of them back"
+    return None
+
+
 def skipped_blocks_need_checkpointing(config: TrainerConfig) -> str | None:
     """Every n-th of nothing is a mistake."""
     every = config.train.gradient_checkpointing_every
@@ -129,6 +139,7 @@ RULES: tuple[Rule, ...] = (
     assistants_need_additive_adapters,
     clips_need_a_video_family,
     quantised_weights_are_not_trained,
+    resting_blocks_are_not_trained_nor_compiled,
     skipped_blocks_need_checkpointing,
     *rules_optimization.RULES,
     *rules_objective.RULES,

@@ -113,6 +113,11 @@ class TrainConfig(Native):
         le=1000,
         description="With `gradient_checkpointing`: only every n-th block is recomputed, which is faster and saves less.",
     )
+    compile: bool = Field(
+        False,
+        description="Compile the denoiser's blocks one by one (torch.compile): slow first steps, faster ones after them. "
+        "Compiled code is kept in the cache folder.",
+    )
     dtype: TrainPrecision = Field(
         TrainPrecision.BF16,
         description="Number format of the base model and of the forward pass; adapters train in fp32. `auto`: bf16 where the "

@@ -231,3 +231,24 @@ def test_samples_count_only_where_there_are_prompts():
         for side in (512, 2048)
     )
     assert 0 < small < large
+
+
+def weights(arch: str, **model) -> int:
+    described = config(arch)
+    described = described.model_copy(update={"model": described.model.model_copy(update=model)})
+    return estimate_of(described, RELEASED[Arch(arch)].shapes(), precision=Precision.BF16).weights
+
+
+@pytest.mark.parametrize("arch", list(Arch))
+def test_resting_blocks_are_not_counted_but_for_two(arch):
+    whole = weights(arch)
+    some, none = weights(arch, offload_blocks=0.5), weights(arch, offload_blocks=1.0)
+    assert none < some < whole
+    assert weights(arch, offload_blocks=1.0, quantize="nf4") < none
+
+
+def test_the_largest_batch_of_all_stages_counts():
+    shapes = RELEASED[Arch.ZIMAGE].shapes()
+    plain = activations("zimage", shapes, train={"batch_size": 4})
+    stages = [{"steps": 5, "batch_size": 4}, {"steps": 5, "batch_size": 1, "resolution": [512]}]
+    assert activations("zimage", shapes, train={"stages": stages}) == plain

@@ -455,6 +455,15 @@ def test_formats_of_frozen_weights_are_those_of_the_file(model, expected, noted)
     assert noted in " ".join(found.notes)
 
 
+def test_offloading_and_compiling_are_those_of_the_file():
+    raw = put(put(preset(), "model.layer_offloading", True), "model.layer_offloading_transformer_percent", 0.5)
+    assert convert(raw, {}).config["model"]["offload_blocks"] == 0.5
+    assert convert(put(preset(), "model.layer_offloading", True), {}).config["model"]["offload_blocks"] == 1.0
+    assert "offload_blocks" not in convert(put(preset(), "model.layer_offloading", False), {}).config["model"]
+    assert convert(put(preset(), "model.block_compile", True), {}).config["train"]["compile"] is True
+    assert "compile" not in convert(put(preset(), "model.compile", False), {}).config["train"]
+
+
 def test_a_format_of_weights_that_is_not_known_is_refused():
     raw = put(put(put(preset(), "model.quantize", True), "model.quantize_te", False), "model.qtype", "ternary")
     (said,) = problems(raw)

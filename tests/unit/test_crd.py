@@ -125,6 +125,7 @@ VALIDATORS = {
     "rules.stages_fit_the_optimizer": "spec.config.train.stages[0].lr",
     "rules.schedules_of_stages_have_a_meaning": "spec.config.train.stages[0].lr_scheduler_params",
     "rules.quantised_weights_are_not_trained": "spec.config.model.quantize",
+    "rules.resting_blocks_are_not_trained_nor_compiled": "spec.config.model.offload_blocks",
     "rules.skipped_blocks_need_checkpointing": "spec.config.train.gradient_checkpointing_every",
     "rules.one_average_is_enough": "spec.config.train.ema_config.use_ema",
     "OutputSpec.path._no_dot_segments": "spec.output.path",

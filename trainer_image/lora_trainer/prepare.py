@@ -27,8 +27,9 @@ from lora_trainer.environment import Environment
 from lora_trainer.errors import ConfigurationError, DataError
 from lora_trainer.families.folder import ModelError, import_pipeline
 from lora_trainer.families.registry import family_for
+from lora_trainer.memory.compiling import compile_blocks
 from lora_trainer.memory.measure import MemoryWatch
-from lora_trainer.memory.placing import checkpointing, loading_device, place_base
+from lora_trainer.memory.placing import checkpointing, loading_device, offload_blocks, place_base
 from lora_trainer.objective import take_noise_settings
 from lora_trainer.reporting import Reporter
 from lora_trainer.runtime import TORCH_DTYPE, Group
@@ -275,17 +276,20 @@ class Preparation:
             raise ConfigurationError(f"config.model.assistant_lora_path: {error}") from error
 
     def _save_memory(self, model: BaseModel) -> None:
-        """Recomputes activations where that is asked for, or has become necessary."""
+        """Lets blocks rest, compiles and recomputes where that is asked for, or has become necessary."""
         train, shrunk = self.run.config.train, self.run.shrunk
         if shrunk:
             log.info(
                 "device memory ran out before: trained with %s instead of %s", passes(train, shrunk), passes(train, 0)
             )
+        offloaded = offload_blocks(model, self.run.config.model, self.device) is not None
+        if train.compile:
+            compile_blocks(model, self.environment.cache_folder)
         if train.gradient_checkpointing:
-            model.enable_gradient_checkpointing(*checkpointing(train))
+            model.enable_gradient_checkpointing(*checkpointing(train, offloaded=offloaded))
         elif passes(train, shrunk).gradient_checkpointing:
             try:
-                model.enable_gradient_checkpointing()
+                model.enable_gradient_checkpointing(*checkpointing(train, offloaded=offloaded))
             except (ValueError, AttributeError, NotImplementedError) as error:  # nobody asked for what it can't do
                 log.warning("this model can't recompute its activations: %s", error)
 

@@ -31,6 +31,20 @@ def read_quantisation(block: Block) -> None:
             _take(block, name, kind or named)
 
 
+def read_offload(block: Block) -> None:
+    """`layer_offloading` with its share of the transformer; text encoders are let go here anyway."""
+    wanted, share = block.take("layer_offloading"), block.take("layer_offloading_transformer_percent")
+    block.take("layer_offloading_text_encoder_percent")
+    if wanted:
+        block.out["offload_blocks"] = 1.0 if share is None else share
+
+
+def read_compile(block: Block) -> bool:
+    """Whether any of the keys asks for compiled blocks."""
+    whole, blocks = block.take("compile"), block.take("block_compile")
+    return bool(whole or blocks)
+
+
 def _take(block: Block, name: str, kind: Any) -> None:
     key = name.replace("quantize", "qtype")
     plain, bar, _ = str(kind).partition("|")

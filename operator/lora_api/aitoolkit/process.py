@@ -7,6 +7,7 @@ from typing import Any
 
 from lora_api.aitoolkit import tables
 from lora_api.aitoolkit.findings import Block, Findings
+from lora_api.aitoolkit.memory import read_compile
 from lora_api.aitoolkit.objective import read_masks
 from lora_api.aitoolkit.training import read_model, read_network, read_save, read_train, steps_in_updates
 from lora_api.config import SampleConfig, TrainerConfig
@@ -31,12 +32,15 @@ def read_process(raw: Any, path: str, findings: Findings) -> dict[str, Any]:
     _device(block)
     seed = block.take("training_seed")
     out: dict[str, Any] = {"type": TYPES[0]}
-    out["model"], arch = read_model(block.inner("model"))
+    model = block.inner("model")
+    compiled = read_compile(model)
+    out["model"], arch = read_model(model)
     out["network"] = _network(block, arch)
     out["datasets"] = _datasets(block, path)
     train = block.inner("train")
     passes, no_samples = train.peek("gradient_accumulation_steps"), train.peek("disable_sampling")
     out["train"] = read_train(train, arch) | ({"seed": seed} if seed is not None else {})
+    out["train"] |= {"compile": True} if compiled else {}
     out["save"] = read_save(block.inner("save"))
     has_samples = block.has("sample") and not no_samples
     samples = _read_sample(block.inner("sample"), arch)

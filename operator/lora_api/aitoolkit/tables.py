@@ -156,10 +156,7 @@ SAVE: Table = {
 }
 
 MODEL: Table = {
-    "low_vram": _MEMORY,
-    "layer_offloading": _MEMORY,
-    "layer_offloading_transformer_percent": _QUIET,
-    "layer_offloading_text_encoder_percent": _QUIET,
+    "low_vram": Ignored("layer_offloading or quantize save memory here, see docs/memory.md"),
     "assistant_lora_path": Refused(
         "a training adapter for distilled models",
         instead="train on the undistilled model, or remove the key to train on the distilled one as it is",
@@ -169,8 +166,6 @@ MODEL: Table = {
     "lora_path": Refused("a base model with an adapter merged into it", instead="merge it and save the model first"),
     "vae_path": Refused("another VAE than the model folder's", instead="put it into the model folder"),
     "te_name_or_path": Ignored("the folder of name_or_path has to hold the text encoder too"),
-    "compile": Ignored("nothing is compiled"),
-    "block_compile": Ignored("nothing is compiled"),
     "model_paths": Refused("single files in place of a model folder"),
 }
 

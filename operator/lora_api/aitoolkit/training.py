@@ -8,7 +8,7 @@ from typing import Any
 
 from lora_api.aitoolkit import tables
 from lora_api.aitoolkit.findings import Block, Findings
-from lora_api.aitoolkit.memory import read_quantisation
+from lora_api.aitoolkit.memory import read_offload, read_quantisation
 from lora_api.aitoolkit.objective import UNETS, read_objective
 from lora_api.aitoolkit.optimization import read_average, read_optimizer, read_schedule
 from lora_api.archs import Arch
@@ -53,6 +53,7 @@ def read_model(block: Block) -> tuple[dict[str, Any], str]:
             f"ignored: model.extras_name_or_path: {short(extras)} (the folder of name_or_path has to hold all components)"
         )
     read_quantisation(block)
+    read_offload(block)
     config = block.finish(tables.MODEL, ModelConfig)
     _name_the_places(config, block)
     return config, str(named or "sd1").partition(":")[0]

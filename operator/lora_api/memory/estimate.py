@@ -6,14 +6,16 @@ memory are estimated. What the libraries and the CUDA context take for themselve
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from lora_api.archs import UNET_ARCHS
 from lora_api.config import TrainerConfig
 from lora_api.memory.activations import ERROR, Batch, activation_bytes
 from lora_api.memory.released import REST, released_shapes
-from lora_api.memory.shapes import Component, ModelShapes, read_folder
+from lora_api.memory.shapes import Component, ModelShapes, Shape, read_folder
 from lora_api.memory.trained import Trained, layers_in_blocks, trainable_text_encoders, trained_parameters
 from lora_api.optimization import STATE_BYTES
 from lora_api.order import StageConfig
@@ -28,6 +30,9 @@ _FP32 = 4
 
 NF4_BLOCK = 64
 """Weights that share a scale in nf4."""
+_ROUNDING = 1e-9  # 10 x 0.3 is three
+_LISTED_BLOCK = re.compile(r"\w+\.\d+\.")
+_UNET_BLOCK = re.compile(r".*?\.transformer_blocks\.\d+\.")
 _STEP_BYTES = 4  # AdamW counts the steps of each tensor in a number of its own
 
 KEPT_IN_FP32 = {
@@ -119,9 +124,10 @@ def estimate_of(config: TrainerConfig, shapes: ModelShapes, *, precision: Precis
     vae = _bytes(shapes.vae, _FP32)
     texts = {name: _text_bytes(config, tensors, item) for name, tensors in shapes.text_encoders.items()}
     stay = trainable_text_encoders(config.model.arch, shapes) if config.train.train_text_encoder else {}
-    weights = denoiser + vae - encoder + sum(texts[name] for name in stay)
+    away = offloaded_bytes(config, shapes, item)
+    weights = denoiser - away + vae - encoder + sum(texts[name] for name in stay)
     held = weights + (0 if full else trained.parameters * _FP32) + optimizer_bytes(config, trained)
-    loaded = denoiser_bytes(config, shapes, item) + vae
+    loaded = denoiser - away + vae if not full else denoiser_bytes(config, shapes, item) + vae
     return Estimate(
         weights=weights,
         adapter=0 if full else trained.parameters * _FP32,
@@ -144,17 +150,34 @@ def optimizer_bytes(config: TrainerConfig, trained: Trained) -> int:
 
 def denoiser_bytes(config: TrainerConfig, shapes: ModelShapes, item: int) -> int:
     """Weights of all denoisers, in `item` bytes for a number or as `model.quantize` keeps them."""
-    in_fp32 = KEPT_IN_FP32.get(config.model.arch, ())
-    total = 0
-    for tensors in shapes.denoisers.values():
-        quantised = (
-            {}
-            if config.model.quantize is None
-            else {f"{n}.weight": s for n, s in layers_in_blocks(config.model.arch, tensors)}
-        )
-        total += _bytes({n: s for n, s in tensors.items() if n not in quantised}, item, in_fp32)
-        total += sum(quantised_bytes(sizes, config.model.quantize or "", item) for sizes in quantised.values())
-    return total
+    return sum(_denoiser_bytes(config, tensors, item) for tensors in shapes.denoisers.values())
+
+
+def _denoiser_bytes(config: TrainerConfig, tensors: Component, item: int) -> int:
+    in_fp32, kind, arch = KEPT_IN_FP32.get(config.model.arch, ()), config.model.quantize, config.model.arch
+    quantised = {} if kind is None else {f"{name}.weight": sizes for name, sizes in layers_in_blocks(arch, tensors)}
+    plain = _bytes({name: shape for name, shape in tensors.items() if name not in quantised}, item, in_fp32)
+    return plain + sum(quantised_bytes(sizes, kind or "", item) for sizes in quantised.values())
+
+
+def offloaded_bytes(config: TrainerConfig, shapes: ModelShapes, item: int) -> int:
+    """What is not on the device at any time: the resting blocks but for two, the one at work and the next."""
+    if not config.model.offload_blocks:
+        return 0
+    pattern = _UNET_BLOCK if config.model.arch in UNET_ARCHS else _LISTED_BLOCK
+    blocks: dict[str, dict[str, Shape]] = {}
+    for component, tensors in shapes.denoisers.items():
+        for name, shape in tensors.items():
+            if found := pattern.match(name):
+                blocks.setdefault(f"{component}.{found[0]}", {})[name] = shape
+    sizes = [_denoiser_bytes(config, tensors, item) for tensors in blocks.values()]
+    resting = [sizes[place] for place in spread(len(sizes), config.model.offload_blocks)]
+    return max(0, sum(resting) - 2 * max(resting, default=0))
+
+
+def spread(count: int, share: float) -> list[int]:
+    """Places of a share of `count` blocks, spread evenly, so that those in between hide the copying of the others."""
+    return [n for n in range(count) if int((n + 1) * share + _ROUNDING) > int(n * share + _ROUNDING)]
 
 
 def quantised_bytes(sizes: tuple[int, ...], format_name: str, item: int) -> int:

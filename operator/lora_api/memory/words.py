@@ -69,6 +69,8 @@ def _advice(config: TrainerConfig, estimate: Estimate) -> Iterator[str]:
         yield "network.type: lora"
     elif config.model.quantize is None and estimate.weights > estimate.training / 4:
         yield "model.quantize: int8, or nf4 for less still"
+    if config.network.type != "full" and not config.model.offload_blocks and not train.compile:
+        yield "model.offload_blocks: 1"
     if len(config.datasets) and max(side for each in config.datasets for side in each.resolution) > 512:
         yield "a smaller resolution of the datasets"
 

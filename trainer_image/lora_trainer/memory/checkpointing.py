@@ -7,10 +7,18 @@ References:
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+_RECOMPUTED: ContextVar[bool] = ContextVar("recomputed", default=False)
+
+
+def is_recomputed() -> bool:
+    """Whether the block that runs now keeps nothing of this call, or is being computed again."""
+    return _RECOMPUTED.get()
 
 
 class EveryNth:
@@ -27,4 +35,12 @@ class EveryNth:
         """What the block answers."""
         if self._numbers.setdefault(block, len(self._numbers)) % self._every:
             return block(*arguments)
-        return checkpoint(block.__call__, *arguments, use_reentrant=False)
+
+        def call(*inner: Any) -> Any:
+            token = _RECOMPUTED.set(True)
+            try:
+                return block(*inner)
+            finally:
+                _RECOMPUTED.reset(token)
+
+        return checkpoint(call, *arguments, use_reentrant=False)

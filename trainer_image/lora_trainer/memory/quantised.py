@@ -18,7 +18,6 @@ References:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -27,8 +26,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from lora_api.memory.estimate import NF4_BLOCK
-
-log = logging.getLogger(__name__)
 
 Format = Literal["int8", "fp8", "nf4"]
 
@@ -167,7 +164,6 @@ def quantise_blocks(blocks: list[nn.Module], kind: Format, device: torch.device)
     layers = [layer for block in blocks for layer in linear_layers(block)]
     for layer in layers:
         quantise_layer(layer, kind, device)
-    log.info("%d linear layers of the base model are kept in %s", len(layers), kind)
     return len(layers)
 
 
