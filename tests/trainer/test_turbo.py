@@ -112,6 +112,10 @@ def test_the_layouts_of_other_tools_are_merged_too(load_tiny, assistant, tmp_pat
             lambda tensors: {key.replace("layers.1.", "layers.7.", 1): v for key, v in tensors.items()},
             "holds a LoRA for 16 layers, and .* took 8 of them",
         ),
+        (
+            lambda tensors: {key: v * 0 if "lora_B" in key else v for key, v in tensors.items()},
+            "changes nothing, all 16 layers of its LoRA are zero",
+        ),
     ],
 )
 def test_a_file_that_is_not_for_this_model_is_refused_and_leaves_it_plain(

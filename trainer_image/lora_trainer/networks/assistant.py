@@ -79,7 +79,8 @@ def merge_assistant(pipe: Any, file: Path) -> Assistant:
         file: The safetensors file.
 
     Raises:
-        ValueError: The file can't be read, is no LoRA for this model, or only a part of it is; the weights are plain then.
+        ValueError: The file can't be read, is no LoRA for this model, only a part of it is, or it changes nothing; the weights are
+            plain then.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -96,6 +97,8 @@ def merge_assistant(pipe: Any, file: Path) -> Assistant:
         raise ValueError(
             f"{file}: holds a LoRA for {expected} layers, and {type(denoiser).__name__} took {len(changes)} of them"
         )
+    if not any(change.up.any() and change.down.any() for change in changes):
+        raise ValueError(f"{file}: changes nothing, all {len(changes)} layers of its LoRA are zero")
     return Assistant(changes)
 
 
