@@ -15,6 +15,7 @@ from lora_trainer.memory.blocks import repeated_blocks
 from lora_trainer.memory.checkpointing import EveryNth
 from lora_trainer.memory.offload import Offload, chosen
 from lora_trainer.memory.placing import offload_blocks, place_base
+from lora_trainer.memory.quantised import put_weight, quantise_blocks
 from lora_trainer.networks import add_adapter
 from tests.trainer.jobs import Job, disturb, make_pictures
 
@@ -108,15 +109,17 @@ def test_nothing_that_visits_is_kept_for_the_backward_pass():
     assert all(isinstance(p, nn.Parameter) for block in blocks for p in block.parameters())
 
 
-def test_a_weight_that_changes_while_it_rests_is_fetched_again():
+@pytest.mark.parametrize("kind", [None, "int8"])
+def test_a_weight_that_changes_while_it_rests_is_fetched_again(kind):
     block = Block().requires_grad_(requires_grad=False)
+    if kind is not None:
+        quantise_blocks([block], kind, CPU)
     offload = Offload(CPU)
     offload.add(block)
     x = torch.randn(2, 8, requires_grad=True)
     block(x).sum().backward()
     assert offload.visiting == 1
-    with torch.no_grad():
-        block.second.weight.zero_()
+    put_weight(block.second, torch.zeros(8, 8))
     assert torch.equal(block(x), block.second.bias.expand(2, 8))
 
 

@@ -145,12 +145,13 @@ def quantise_layer(layer: nn.Linear, kind: Format, device: torch.device) -> None
         bias.data = bias.data.to(device)
 
 
+@torch.no_grad()
 def put_weight(layer: nn.Module, weight: Tensor) -> None:
     """Gives a layer another weight, in the format in which it keeps it."""
     if isinstance(layer, QuantisedLinear):
         layer.put(weight)
     else:
-        layer.weight.data.copy_(weight)  # type: ignore[operator]
+        layer.weight.copy_(weight)  # type: ignore[operator]  # not .data, whose changes are not counted
 
 
 def quantise_blocks(blocks: list[nn.Module], kind: Format, device: torch.device) -> int:
