@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -45,6 +48,18 @@ def test_the_same_seed_makes_the_same_model_and_leaves_the_global_generator_alon
     torch.manual_seed(6)
     assert files_of(make_tiny("zimage", tmp_path / "b", seed=1)) == first
     assert files_of(make_tiny("zimage", tmp_path / "c", seed=2)) != first
+
+
+@pytest.mark.parametrize("suffix", ["", "</w>"])
+def test_every_process_gives_the_tokens_the_same_numbers(suffix):
+    program = f"from lora_trainer.tiny.tokenizer import _byte_pairs; print(_byte_pairs(900, {suffix!r}))"
+    outputs = {
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout for _ in range(3)
+    }
+    assert len(outputs) == 1
+    vocabulary, merges = ast.literal_eval(outputs.pop())
+    assert sorted(vocabulary.values()) == list(range(len(vocabulary)))
+    assert all(first + second in vocabulary for first, second in merges)
 
 
 def test_a_model_that_is_there_is_kept_and_another_folder_is_not_overwritten(tmp_path):

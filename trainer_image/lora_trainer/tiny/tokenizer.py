@@ -76,7 +76,11 @@ def build_t5_tokenizer(max_tokens: int = 64) -> Any:
 
 
 def _byte_pairs(vocabulary: int, suffix: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges of a byte-level BPE; `suffix` marks the end of a word, where it is marked."""
+    """Vocabulary and merges of a byte-level BPE; `suffix` marks the end of a word, where it is marked.
+
+    With a suffix the library's order changes from process to process among pairs that are equally frequent: there the
+    pairs are put in an order of their own, short ones first, and tokens are numbered in it.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     ending: dict[str, Any] = {"end_of_word_suffix": suffix} if suffix else {}
@@ -89,4 +93,8 @@ def _byte_pairs(vocabulary: int, suffix: str) -> tuple[dict[str, int], list[tupl
     tokenizer.train_from_iterator(CORPUS.splitlines(), trainer)
     model = json.loads(tokenizer.to_str())["model"]
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    return dict(model["vocab"]), [(first, second) for first, second in pairs]
+    if not suffix:
+        return dict(model["vocab"]), [(first, second) for first, second in pairs]
+    ordered = sorted(((first, second) for first, second in pairs), key=lambda pair: (len("".join(pair)), pair))
+    tokens = dict.fromkeys([*alphabet, *("".join(pair) for pair in ordered)])
+    return {token: number for number, token in enumerate(tokens)}, ordered
