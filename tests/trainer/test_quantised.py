@@ -62,17 +62,6 @@ def test_int8_is_the_nearest_multiple_of_a_scale_for_each_output():
         assert (row - code.float() * step).abs().max() <= step / 2 * 1.001
 
 
-def test_int8_agrees_with_torchao():
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    weight = weights(dtype=torch.bfloat16)
-    theirs = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=torch.bfloat16)
-    theirs.weight.data.copy_(weight)
-    quantize_(theirs, Int8WeightOnlyConfig())
-    ours = layer_of(weight, "int8").weight
-    assert relative(theirs.weight.dequantize(), ours) < 0.006
-
-
 def test_fp8_is_the_nearest_e4m3_number_times_a_scale():
     weight = weights(8, 64)
     codes, scale = quantised(weight, "fp8")

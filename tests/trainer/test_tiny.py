@@ -54,7 +54,8 @@ def test_the_same_seed_makes_the_same_model_and_leaves_the_global_generator_alon
 def test_every_process_gives_the_tokens_the_same_numbers(suffix):
     program = f"from lora_trainer.tiny.tokenizer import _byte_pairs; print(_byte_pairs(900, {suffix!r}))"
     outputs = {
-        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout for _ in range(3)
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+        for _ in range(3)
     }
     assert len(outputs) == 1
     vocabulary, merges = ast.literal_eval(outputs.pop())
