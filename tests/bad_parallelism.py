@@ -6,6 +6,10 @@ from typing import Any
 
 CASES: list[tuple[dict[str, Any], str]] = [
     (
+        {"model": {"arch": "zimage", "name_or_path": "/m", "offload_blocks": 0.5}},
+        "model.offload_blocks 0.5, whose blocks come and go on their own",
+    ),
+    (
         {"model": {"arch": "zimage", "name_or_path": "/m", "quantize": "nf4"}},
         "model.quantize nf4, whose weights can't be cut into shares",
     ),

@@ -15,17 +15,31 @@ Parallelism: TypeAlias = Literal["auto", "ddp", "fsdp"]
 
 def against_sharding(config: TrainerConfig) -> str | None:
     """What of a configuration can't be done with a sharded denoiser, as `field: value ... why`; None when all can."""
-    if config.model.arch == Arch.WAN22:
-        return "model.arch wan22, whose samples go to one of two experts: ranks would wait for each other"
-    if config.model.quantize is not None:
-        return f"model.quantize {config.model.quantize}, whose weights can't be cut into shares"
-    if config.network.type == "full" and config.train.optimizer != "adamw":
-        return f"train.optimizer {config.train.optimizer} and network.type full: only adamw works on shares of weights"
-    if config.network.type == "full" and config.train.ema_config.use_ema:
-        return "train.ema_config.use_ema: true and network.type full: averages of shares are not kept"
-    if config.model.assistant_lora_path is not None:
-        return "model.assistant_lora_path, which is taken out of whole weights for samples"
-    return None
+    model, train, whole = config.model, config.train, config.network.type == "full"
+    problems = (
+        (
+            model.arch == Arch.WAN22,
+            "model.arch wan22, whose samples go to one of two experts: ranks would wait for each other",
+        ),
+        (model.quantize is not None, f"model.quantize {model.quantize}, whose weights can't be cut into shares"),
+        (
+            model.offload_blocks > 0,
+            f"model.offload_blocks {model.offload_blocks:g}, whose blocks come and go on their own",
+        ),
+        (
+            whole and train.optimizer != "adamw",
+            f"train.optimizer {train.optimizer} and network.type full: only adamw works on shares of weights",
+        ),
+        (
+            whole and train.ema_config.use_ema,
+            "train.ema_config.use_ema: true and network.type full: averages of shares are not kept",
+        ),
+        (
+            model.assistant_lora_path is not None,
+            "model.assistant_lora_path, which is taken out of whole weights for samples",
+        ),
+    )
+    return next((problem for found, problem in problems if found), None)
 
 
 def is_sharded(config: TrainerConfig, processes: int) -> bool:

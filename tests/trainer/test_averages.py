@@ -22,6 +22,7 @@ from lora_api.training import TrainConfig
 from lora_trainer import checkpoint, finalize
 from lora_trainer.averages import MovingAverage, build_average, decay
 from lora_trainer.optimizers import build_optimizer
+from lora_trainer.spread import Spread
 from tests.trainer.jobs import Job, make_pictures
 
 EMA = {"use_ema": True, "ema_decay": 0.9}
@@ -291,6 +292,8 @@ def test_a_checkpoint_of_before_there_were_averages_is_read_and_the_average_begi
     seen = []
 
     class Loaded:
+        spread = Spread()
+
         def parameters(self):
             return self.held
 

@@ -87,7 +87,7 @@ def _kohya(facts: Mapping[str, Any], config: TrainerConfig, name: str) -> dict[s
         "ss_max_train_steps": str(train.steps),
         "ss_batch_size_per_device": str(train.batch_size),
         "ss_gradient_accumulation_steps": str(train.gradient_accumulation),
-        "ss_mixed_precision": str(train.dtype),
+        "ss_mixed_precision": str(facts.get("dtype", train.dtype)),
         "ss_seed": str(train.seed),
         "ss_num_train_images": str(facts["samples"]),
         "ss_optimizer_weight_decay": f"{train.weight_decay:g}",

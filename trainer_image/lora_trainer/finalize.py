@@ -117,7 +117,9 @@ def finish(
     with tempfile.TemporaryDirectory(prefix="lora-final-") as scratch:
         folder = Path(scratch)
         report("exporting the adapter")
-        facts = facts_of(prepared, settings, run, step) | {"completed_at": clock.now()}
+        facts = facts_of(prepared, settings, run, step) | {
+            "completed_at": clock.now(), "dtype": str(prepared.precision), "device": device_name(prepared.model.device),
+        }  # fmt: skip
         save = settings.save
         adapter = export_final(
             prepared.model,
@@ -131,11 +133,7 @@ def finish(
         exported = sorted(path for path in folder.rglob("*") if path.is_file())
         drawn = draw(prepared, settings.sample, folder / "samples", step, report) if prepared.conditions else []
         report("writing the report")
-        facts |= {
-            "dtype": str(prepared.precision),
-            "device": device_name(prepared.model.device),
-            "memory_gib": prepared.memory.facts(),
-        }
+        facts["memory_gib"] = prepared.memory.facts()
         exported += write_records(folder, facts, settings, store=store, told=told, drawn=drawn)
         files = {path.relative_to(folder).as_posix(): path for path in exported}
         samples = {f"sample-{path.name}": path for path in drawn}

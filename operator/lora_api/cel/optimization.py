@@ -1,8 +1,8 @@
-"""The CEL twins of `rules_optimization`; see `cel`."""
+"""The twins of `rules.optimization`; see `cel`."""
 
 from __future__ import annotations
 
-from lora_api.cel_rule import Rule, listed
+from lora_api.cel.rule import Rule, listed
 from lora_api.optimization import ADAM_LIKE, LEAST_FACTOR, PARAMS_OF
 from lora_api.training import TrainConfig
 

@@ -1,14 +1,10 @@
-"""What the parts of a configuration ask of each other: one pure function per rule, each returns the problem or None.
-
-A problem begins with the path of the field that is wrong, below `config`, and says what was found and what to write.
-"""
+"""Rules about model, adapter, files and clips."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from lora_api import parallelism, rules_objective, rules_optimization, rules_order
 from lora_api.archs import VIDEO_ARCHS, Arch, knows_original_layers, trains_text_encoder
 
 if TYPE_CHECKING:
@@ -141,9 +137,5 @@ RULES: tuple[Rule, ...] = (
     quantised_weights_are_not_trained,
     resting_blocks_are_not_trained_nor_compiled,
     skipped_blocks_need_checkpointing,
-    *rules_optimization.RULES,
-    *rules_objective.RULES,
-    *rules_order.RULES,
-    *parallelism.RULES,
 )
-"""In the order in which they are asked; the first problem is reported."""
+"""In the order in which they are asked."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_api import cel_objective, cel_optimization, cel_order, cel_parallelism
 from lora_api.archs import CUSTOM_PREFIX, FRAME_STEP, TEXT_ENCODER_ARCHS, UNET_ARCHS, VIDEO_ARCHS, Arch
-from lora_api.cel_rule import Rule, listed
+from lora_api.cel import objective, optimization, order, parallelism
+from lora_api.cel.rule import Rule, listed
 from lora_api.config import MUTABLE_CONFIG_PATHS, SINGLE_FILE
 from lora_api.locations import HUB_PATTERN
 from lora_api.patterns import CUSTOM_ARCH
@@ -225,10 +225,10 @@ JOB_RULES: tuple[Rule, ...] = (
         rule='!self.matches("(^|/)[.]+(/|$)")',
         message="has a segment of dots only",
     ),
-    *cel_optimization.RULES,
-    *cel_objective.RULES,
-    *cel_order.RULES,
-    *cel_parallelism.RULES,
+    *optimization.RULES,
+    *objective.RULES,
+    *order.RULES,
+    *parallelism.RULES,
 )
 
 PROFILE_RULES: tuple[Rule, ...] = (
@@ -270,7 +270,7 @@ def _fixed(parent: Path, name: str, kind: str, *, always_there: bool) -> Rule:
     same = f"self.{name} == oldSelf.{name}"
     advice = "what defines the run is fixed once the job exists; create a new job"
     if (*parent, name) == ("spec", "config", "train", "stages"):
-        same, advice = cel_order.same_stages(), f"{advice}. Only steps of the last stage may change, with train.steps"
+        same, advice = order.same_stages(), f"{advice}. Only steps of the last stage may change, with train.steps"
     if not always_there:
         same = f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || {same})"
     said = None

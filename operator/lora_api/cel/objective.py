@@ -1,9 +1,9 @@
-"""The twins of `rules_objective`, and of the masks of datasets, for the API server; see `cel`."""
+"""The twins of `rules.objective`, and of the masks of datasets, for the API server; see `cel`."""
 
 from __future__ import annotations
 
 from lora_api.archs import CUSTOM_PREFIX, DYNAMIC_SHIFT_ARCHS, UNET_ARCHS
-from lora_api.cel_rule import Rule, listed
+from lora_api.cel.rule import Rule, listed
 from lora_api.schema import ITEMS
 from lora_api.training import DELTA_LOSSES
 

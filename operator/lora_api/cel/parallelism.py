@@ -1,9 +1,9 @@
-"""The CEL twin of `parallelism.fsdp_can_shard_it`; see `cel`."""
+"""The twin of `parallelism.fsdp_can_shard_it`; see `cel`."""
 
 from __future__ import annotations
 
 from lora_api.archs import Arch
-from lora_api.cel_rule import Rule
+from lora_api.cel.rule import Rule
 
 RULES: tuple[Rule, ...] = tuple(
     Rule(
@@ -15,6 +15,7 @@ RULES: tuple[Rule, ...] = tuple(
     for found, rule in (
         ("model.arch wan22, which has two experts", f"self.model.arch != '{Arch.WAN22}'"),
         ("model.quantize", "!has(self.model.quantize)"),
+        ("model.offload_blocks", "self.model.offload_blocks == 0.0"),
         (
             "this train.optimizer and network.type full",
             "self.network.type != 'full' || self.train.optimizer == 'adamw'",

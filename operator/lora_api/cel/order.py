@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_api.cel_rule import Rule
+from lora_api.cel.rule import Rule
 from lora_api.optimization import LEAST_FACTOR
 from lora_api.order import MAX_POINTS, MAX_STAGES, STEPS, StageConfig
 from lora_api.schema import ITEMS

@@ -95,7 +95,7 @@ def something_is_no_regularisation_set(config: TrainerConfig) -> str | None:
 
 
 def stages_fit_the_optimizer(config: TrainerConfig) -> str | None:
-    """What `rules_optimization` asks of the run's rate and schedule holds for those of its stages."""
+    """What `optimization` asks of the run's rate and schedule holds for those of its stages."""
     optimizer = config.train.optimizer
     for number, stage in enumerate(config.train.stages):
         path = f"train.stages[{number}]"
