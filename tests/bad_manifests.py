@@ -129,7 +129,11 @@ TYPES = [
     _bad("spec.runPolicy.suspend", "true", 'found "true" (string), expected true or false; write true'),
     _bad("spec.config.model", [], "found [] (list), expected an object"),
     _bad("spec.config.datasets", {}, "found {} (object), expected a list"),
-    _bad("spec.config.datasets", ["a"], 'spec.config.datasets[0]: found "a" (string), expected an object'),
+    _bad(
+        "spec.config.datasets",
+        ["a"],
+        'spec.config.datasets[0]: found "a" (string), expected an object; write {folder_path: "a"}',
+    ),
     _bad("spec.config.datasets.0.resolution", 512, "found 512 (number), expected a list; write [512]"),
     _bad(
         "spec.config.datasets.0.resolution",
@@ -148,7 +152,7 @@ CHOICES = [
     _bad("spec.config.train.dtype", "bfloat16", '"bfloat16" is not one of bf16, fp16, fp32, auto; did you mean bf16?'),
     _bad("spec.config.train.dtype", "fp8", '"fp8" is not one of bf16, fp16, fp32, auto'),
     _bad("spec.config.device", "gpu", '"gpu" is not one of auto, cuda, cpu; did you mean cuda?'),
-    _bad("spec.config.network.type", "locon", '"locon" is not one of lora, lokr, loha, dora, full'),
+    _bad("spec.config.network.type", "locon", '"locon" is not one of lora, lokr, loha, dora, full; did you mean lora?'),
     _bad(
         "spec.config.network.modules",
         [{"match": "*", "type": "full"}],

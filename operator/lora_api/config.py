@@ -159,14 +159,3 @@ MUTABLE_CONFIG_PATHS: tuple[tuple[str, ...], ...] = (
     ("train", "lr"),
 )
 """Paths below `spec.config` that may change while a job runs; taken over through `control.json`."""
-
-ALIASES: dict[str, str] = {
-    "max_step_saves_to_keep": "max_step_saves",
-    "caption_dropout_rate": "caption_dropout",
-    "cache_latents_to_disk": "cache_latents",
-    "rank": "linear",
-    "alpha": "linear_alpha",
-    "gradient_accumulation_steps": "gradient_accumulation",
-    "prior_loss_weight": "reg_weight",
-}
-"""Other tools' spellings. They are refused with the right name as suggestion."""

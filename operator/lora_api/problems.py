@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from lora_api import wording
-from lora_api.suggestions import field_suggestion
+from lora_api.suggestions import field_suggestion, type_at
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -87,7 +87,7 @@ def _problem(detail: ErrorDetails, model: type[BaseModel], root: str) -> Problem
     if detail["type"] == "value_error":
         context: Mapping[str, Any] = detail.get("ctx") or {}
         return _at_the_field_it_names(path, str(context.get("error", detail["msg"])))
-    return Problem(path, wording.message(detail))
+    return Problem(path, wording.message(detail, type_at(model, location)))
 
 
 def _at_the_field_it_names(path: str, message: str) -> Problem:

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, Literal, get_origin
 
 from pydantic import BaseModel
 
-from lora_api.config import ALIASES
-
-VALUE_ALIASES = {
-    "gpu": "cuda",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "float32": "fp32",
-    "float": "fp32",
-}
-"""Other words for a choice; for most of them the nearest spelling would be another choice."""
-
+from lora_api.foreign_words import ALIASES, RELATED_VALUES, VALUE_ALIASES
 
 _STAGES = "stages[]."
+_TELLING = 4  # letters that are enough to know a word by its beginning
+_ALIKE, _SLIP = 0.6, 0.9  # of difflib's ratio: its own default for close matches; one letter of ten
 
 
 def suggestion(name: str, candidates: Sequence[str]) -> str:
-    """`; did you mean ...?`, or nothing when no candidate is near, or two are equally near."""
+    """`; did you mean ...?`, with two names where both are equally near, or nothing when none is near."""
     return _asked(_renamed(name, candidates) or _near(name, candidates))
 
 
@@ -50,7 +41,9 @@ def _asked(meant: str | None) -> str:
 
 def _renamed(name: str, candidates: Sequence[str]) -> str | None:
     """The candidate that differs in capitals and separators only, or that other tools call by this name."""
-    same = {_letters(word) for word in (name, ALIASES.get(name), VALUE_ALIASES.get(name)) if word}
+    plain = name.lower()
+    others = (ALIASES.get(plain), VALUE_ALIASES.get(plain), RELATED_VALUES.get(plain))
+    same = {_letters(word) for word in (name, *others) if word}
     return next((candidate for candidate in candidates if _letters(candidate) in same), None)
 
 
@@ -59,9 +52,24 @@ def _letters(text: str) -> str:
 
 
 def _near(name: str, candidates: Sequence[str]) -> str | None:
-    near = difflib.get_close_matches(name, candidates, n=2, cutoff=0.6)
-    ratios = [difflib.SequenceMatcher(None, name, candidate).ratio() for candidate in near]
-    return None if not near or (len(near) == 2 and ratios[0] == ratios[1]) else near[0]
+    """A word left unfinished, the same words in another order, a word with more behind it, or one spelt much like it."""
+    typed = _letters(name)
+    letters = {candidate: _letters(candidate) for candidate in candidates}
+    unfinished = [c for c, own in letters.items() if len(typed) >= _TELLING and own.startswith(typed)]
+    reordered = [c for c, own in letters.items() if sorted(own) == sorted(typed)]
+    longer = [c for c, own in letters.items() if len(own) >= _TELLING and typed.startswith(own)]
+    if len(unfinished) == 1 or len(reordered) == 1:
+        return (reordered if len(reordered) == 1 else unfinished)[0]
+    if longer and not _alike(typed, letters, _SLIP):
+        return max(longer, key=len)
+    return _alike(typed, letters, _ALIKE)
+
+
+def _alike(typed: str, letters: Mapping[str, str], least: float) -> str | None:
+    ratios = {c: difflib.SequenceMatcher(None, typed, own).ratio() for c, own in letters.items()}
+    best = max(ratios.values(), default=0.0)
+    nearest = [c for c, ratio in ratios.items() if ratio == best]
+    return " or ".join(nearest) if best >= least and len(nearest) <= 2 else None
 
 
 def _elsewhere(model: type[BaseModel], name: str, root: str) -> str | None:
@@ -71,6 +79,8 @@ def _elsewhere(model: type[BaseModel], name: str, root: str) -> str | None:
     doesn't count.
     """
     wanted = ALIASES.get(name, name)
+    if len(wanted) < 2:
+        return None  # `r` or `k` may mean anything
     found = [path for path in _all_fields(model, root) if path.rpartition(".")[2] == wanted]
     found = [path for path in found if _STAGES not in path] or found
     folders = [path.removesuffix(wanted) for path in found]
@@ -94,15 +104,19 @@ def _all_fields(model: type[BaseModel], path: str) -> Iterator[str]:
 
 def fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
     """Wire names of the fields of the type that lies at `location` below `model`."""
+    current = type_at(model, location)
+    return [field.alias or name for name, field in current.model_fields.items()] if current else []
+
+
+def type_at(model: type[BaseModel], location: Sequence[int | str]) -> type[BaseModel] | None:
+    """The type of the object, or of the list's objects, at `location` below `model`; None for numbers, texts and the like."""
     current: type[BaseModel] | None = model
     for part in location:
         if isinstance(part, int) or current is None:
             continue
         field = next((f for n, f in current.model_fields.items() if part in (n, f.alias)), None)
         current = model_in(field.annotation) if field else None
-    if current is None:
-        return []
-    return [field.alias or name for name, field in current.model_fields.items()]
+    return current
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:

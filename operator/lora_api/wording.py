@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from lora_api.patterns import PATTERN_WORDS
@@ -26,11 +27,16 @@ _EXPECTED = {
 }
 
 
-def message(detail: ErrorDetails) -> str:
-    """One line about one error; the field's path stands before it."""
+def message(detail: ErrorDetails, belongs: type[BaseModel] | None = None) -> str:
+    """One line about one error; the field's path stands before it.
+
+    Args:
+        detail: Pydantic's error.
+        belongs: Type of the object, or of the list's objects, that belongs there; None for other fields.
+    """
     say = _SAID.get(detail["type"])
     context: Context = detail.get("ctx") or {}
-    return say(detail["input"], context) if say else _wrong_type(detail)
+    return say(detail["input"], context) if say else _wrong_type(detail, belongs)
 
 
 def _outside(words: str, key: str) -> Callable[[Any, Context], str]:
@@ -77,11 +83,25 @@ def _not_json(_found: Any, context: Context) -> str:
     return f"is not valid JSON: {context.get('error')}"
 
 
-def _wrong_type(detail: ErrorDetails) -> str:
+def _wrong_type(detail: ErrorDetails, belongs: type[BaseModel] | None) -> str:
     found, kind = detail["input"], detail["type"]
     wanted = _EXPECTED.get(kind) or detail["msg"].removeprefix("Input should be ").removeprefix("Value should be ")
-    instead = _instead(found, kind)
+    instead = _as_object(found, kind, belongs) if belongs else _instead(found, kind)
     return f"found {short(found)} ({type_name(found)}), expected {wanted}" + (f"; write {instead}" if instead else "")
+
+
+def _as_object(found: Any, kind: str, belongs: type[BaseModel]) -> str | None:
+    """`[{value: 3}]` for 3, where an object needs one key only and the value fits it; an object put into a list."""
+    needed = [field.alias or name for name, field in belongs.model_fields.items() if field.is_required()]
+    if len(needed) != 1 or kind not in ("tuple_type", "model_type"):
+        return None
+    filled = found if isinstance(found, dict) else {needed[0]: found}
+    try:
+        belongs.model_validate_json(json.dumps(filled, default=str), strict=True)
+    except ValidationError:
+        return None
+    written = "{" + ", ".join(f"{key}: {short(value)}" for key, value in filled.items()) + "}"
+    return f"[{written}]" if kind == "tuple_type" else written
 
 
 def _instead(found: Any, kind: str) -> str | None:

@@ -115,7 +115,7 @@ def test_without_a_network_block_the_whole_model_would_be_trained_so_it_is_an_er
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("train.learning_rate", ""),
+        ("train.learning_rate", "; did you mean lr?"),
         ("train.batchsize", "; did you mean batch_size?"),
         ("save.max_step_saves_to_kep", "; did you mean max_step_saves_to_keep?"),
         ("network.lokr_rank", "; did you mean lokr_full_rank?"),

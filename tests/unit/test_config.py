@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lora_api.config import ALIASES, MUTABLE_CONFIG_PATHS, TrainerConfig
+from lora_api.config import MUTABLE_CONFIG_PATHS, TrainerConfig
 from lora_api.exit_codes import NEVER_RETRIED, ExitCode, reason_of
+from lora_api.foreign_words import ALIASES
 from lora_api.job import JobStatus, LoRATrainingJob, status_to_wire
 from lora_api.problems import parse
 from lora_api.run import Control, Progress, RunConfig, config_hash
@@ -71,7 +72,16 @@ def test_mutable_paths_exist():
 def test_aliases_lead_to_fields_that_exist_and_are_no_fields_themselves():
     known = {
         name
-        for parent in ((), ("network",), ("datasets",), ("train",), ("save",))
+        for parent in (
+            (),
+            ("model",),
+            ("network",),
+            ("datasets",),
+            ("train",),
+            ("train", "lr_scheduler_params"),
+            ("save",),
+            ("sample",),
+        )
         for name in fields_at(TrainerConfig, parent)
     }
     assert set(ALIASES.values()) <= known

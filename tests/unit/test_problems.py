@@ -93,9 +93,84 @@ def test_long_values_are_cut_off():
     assert "..." in said
 
 
-def test_nothing_is_suggested_when_two_choices_are_equally_near():
+def test_two_choices_that_are_equally_near_are_both_suggested():
     [said] = messages(LoRATrainingJob, changed(JOB, "spec.config.model.arch", "flux2_klein"))
-    assert said == f'spec.config.model.arch: "flux2_klein" is not one of {ARCHS}'
+    assert said == (
+        f'spec.config.model.arch: "flux2_klein" is not one of {ARCHS}; did you mean flux2_klein_4b or flux2_klein_9b?'
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "written", "meant"),
+    [
+        ("train.optimizer", "adamw8", "adamw8bit"),
+        ("train.optimizer", "AdamW_8bit", "adamw8bit"),
+        ("train.optimizer", "paged_adamw_8bit", "adamw8bit"),
+        ("train.optimizer", "Lion8bit", "lion"),
+        ("train.optimizer", "AdamWScheduleFree", "schedule_free_adamw"),
+        ("train.optimizer", "ProdigyOpt", "prodigy"),
+        ("train.optimizer", "sgd", None),
+        ("train.lr_scheduler", "cosine_warmup", "cosine"),
+        ("train.lr_scheduler", "constant_with_warmup", "constant"),
+        ("train.lr_scheduler", "OneCycleLR", "one_cycle"),
+        ("train.lr_scheduler", "step", None),
+        ("train.loss_type", "l2", "mse"),
+        ("train.loss_type", "L1", "mae"),
+        ("train.timestep_type", "sigmoid", "logit_normal"),
+        ("train.timestep_type", "linear", "uniform"),
+        ("train.parallelism", "zero3", "fsdp"),
+        ("train.dtype", "no", "fp32"),
+        ("model.quantize", "qfloat8", "fp8"),
+        ("model.quantize", "uint4", "nf4"),
+        ("network.type", "full_finetune", "full"),
+        ("network.type", "LoHA", "loha"),
+    ],
+)
+def test_choices_are_recognised_unfinished_reordered_extended_and_by_what_other_tools_call_them(path, written, meant):
+    [said] = messages(LoRATrainingJob, changed(JOB, f"spec.config.{path}", written))
+    assert said.partition("; did you mean ")[2].removesuffix("?") == (meant or "")
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("ema_decay", "spec.config.train.ema_config.ema_decay"),
+        ("ema_config", "spec.config.train.ema_config"),
+        ("train.snr_gamma", "min_snr_gamma"),
+        ("train.min_snr", "min_snr_gamma"),
+        ("train.learning_rate", "lr"),
+        ("train.max_train_steps", "steps"),
+        ("train.mixed_precision", "dtype"),
+        ("train.lr_scheduler_num_cycles", "spec.config.train.lr_scheduler_params.num_cycles"),
+        ("train.low_vram", "spec.config.model.offload_blocks"),
+        ("network.network_dim", "linear"),
+        ("network.r", "linear"),
+        ("network.k", None),
+        ("datasets.0.path", "folder_path"),
+        ("datasets.0.mask", "mask_path"),
+        ("save.checkpoints_total_limit", "max_step_saves"),
+    ],
+)
+def test_fields_are_recognised_by_what_other_tools_call_them(path, meant):
+    [said] = messages(LoRATrainingJob, changed(JOB, f"spec.config.{path}", 1))
+    assert said.partition("; did you mean ")[2].removesuffix("?") == (meant or "")
+
+
+@pytest.mark.parametrize(
+    ("path", "written", "instead"),
+    [
+        ("datasets.0.weight", 3, "; write [{value: 3}]"),
+        ("datasets.0.weight", [3], "; write {value: 3}"),
+        ("datasets.0.weight", {"value": 3}, "; write [{value: 3}]"),
+        ("datasets.0.weight", "much", ""),
+        ("datasets", "s3://d/a", '; write [{folder_path: "s3://d/a"}]'),
+        ("sample", 3, ""),
+        ("train.ema_config", True, ""),
+    ],
+)
+def test_where_an_object_needs_one_key_it_is_written_around_the_value(path, written, instead):
+    [said] = messages(LoRATrainingJob, changed(JOB, f"spec.config.{path}", written))
+    assert said.partition("expected an object")[2] + said.partition("expected a list")[2] == instead
 
 
 def test_the_family_of_another_package_is_a_model_arch():

@@ -124,8 +124,9 @@ def test_set_reaches_any_field_with_the_type_it_has(here):
 
 def test_every_field_of_the_types_can_be_set_or_has_a_flag(here):
     said = flags.build_parser("train").format_help()
+    assert "Each has at_step, value." in said
     for path in flags.settable():
-        assert path in flags.FIELDS.values() or re.search(rf"^  {re.escape(path)} ", said, re.MULTILINE), path
+        assert path in flags.FIELDS.values() or re.search(rf"^  {re.escape(path)}\n      \S", said, re.MULTILINE), path
 
 
 def test_every_flag_is_explained_with_its_default():
@@ -217,6 +218,11 @@ def unknown_model():
         (("--base_modle", "x"), "--base_modle: unknown flag; did you mean --base_model?"),
         (("--lokr_factor", "8"), "--lokr_factor: unknown flag; did you mean --set network.lokr_factor=VALUE?"),
         (("--linear", "8"), "--linear: unknown flag; did you mean --rank?"),
+        (("--network_dim", "8"), "--network_dim: unknown flag; did you mean --rank?"),
+        (("--max_train_steps", "8"), "--max_train_steps: unknown flag; did you mean --steps?"),
+        (("--snr_gamma", "5"), "--snr_gamma: unknown flag; did you mean --set train.min_snr_gamma=VALUE?"),
+        (("--numb", "5"), "--numb: unknown flag"),
+        (("--set", "train.lr=1", "train.weight_decay=0"), "did you mean --set train.weight_decay=0?"),
         (("--rank", "0"), "--rank: 0 is below the minimum 1"),
         (("--learning_rate", "fast"), '--learning_rate: found "fast" (string), expected a number'),
         (("--arch", "zimege"), '--arch: "zimege" is not one of'),

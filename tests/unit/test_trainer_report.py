@@ -93,6 +93,16 @@ def test_of_a_step_made_twice_the_newest_start_counts(store):
     assert facts["changes"] == [{"after_step": 6, "generation": 2, "steps": 8, "lr": 1e-5}]
 
 
+def test_where_the_stages_of_a_run_began_is_read_once_and_marked_in_the_curves(store):
+    began = {"step": 5, "stage": 2, "stages": 2, "batch_size": 1}
+    history = read_history(store, {1: [*LINES[1], began], 2: [*LINES[2], began]})
+    assert history.stages == ((5, 2),)
+    facts = FACTS | {"training": history.facts()}
+    html = page(Report(facts, history, Gallery((), {}), ""))
+    assert html.count("<title>stage 2 began after step 5</title>") == 2  # loss and rate
+    assert "loss, last 8 steps" in html
+
+
 def test_a_run_without_a_step_has_a_history_too(tmp_path):
     history = read_history(DirectoryStore(tmp_path), {})
     assert history.facts()["seconds_per_step"] is None

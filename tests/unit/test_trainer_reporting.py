@@ -178,7 +178,11 @@ def test_lines_are_said_for_each_stage_and_not_for_each_step(caplog):
     now.stage, now.detail = "Finalizing", "exporting the adapter"
     lines.show(now)
     lines.close(now)
-    assert [record.message for record in caplog.records] == ["step 0/100", "Finalizing: exporting the adapter"]
+    assert [record.message for record in caplog.records] == [
+        "step 0/100",
+        "step 49/100",
+        "Finalizing: exporting the adapter",
+    ]
 
 
 def test_the_bar_shows_the_same_numbers(capsys):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from lora_api.config import TrainerConfig
+from lora_api.memory.estimate import Estimate
+from lora_api.memory.words import estimate_lines
 from lora_api.yamlfile import UnreadableError, read_documents
 from lora_operator.cli import app
 from lora_operator.local.validate import validate_files
@@ -188,6 +192,16 @@ def test_the_memory_of_a_valid_job_is_told_as_a_table(write):
     assert "Tongyi-MAI/Z-Image" in result.stderr
     assert "warning" not in result.stderr
     assert result.stdout == ""
+
+
+def test_the_memory_of_a_tiny_model_is_told_in_a_unit_that_shows_it(write):
+    config = TrainerConfig.model_validate(job_manifest()["spec"]["config"])
+    small = Estimate(3 << 20, 1 << 19, 0, 0, 0, 0, 0, 0, source="a test")
+    lines = estimate_lines(config, small)
+    assert lines[0] == "memory on each GPU: about 3.5 MiB (+- 0.0), from a test"
+    assert lines[1].split()[:3] == ["weights", "3.00", "MiB"]
+    large = estimate_lines(config, replace(small, weights=3 << 30))
+    assert large[1].split()[:3] == ["weights", "3.00", "GiB"]
 
 
 def test_a_gpu_that_is_too_small_is_warned_of_with_what_helps(write):

@@ -104,6 +104,7 @@ def make_tiny(
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
     """Write a tiny base model of a few megabytes with random weights: real classes, real files, for trying things out."""
+    _silence_libraries()
     from lora_trainer.tiny import make_tiny as build
 
     try:
@@ -125,6 +126,11 @@ def _log_to_stderr(rank: int, world_size: int) -> None:
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s {where}%(message)s", datefmt="%H:%M:%S", stream=sys.stderr
     )
+    _silence_libraries()
+
+
+def _silence_libraries() -> None:
+    """What libraries say that is nobody's concern who trains."""
     for noisy in ("httpx", "urllib3", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns of kernels that only its own layers would use

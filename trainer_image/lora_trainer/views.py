@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from datetime import timedelta
 
 from lora_trainer import clock
@@ -29,6 +30,8 @@ class Lines:
     def show(self, now: Snapshot) -> None:
         """See `reporting.View`."""
         new_stage = self._said is None or self._said[0] != now.stage
+        if self._said is not None and self._said[0] == "Training" != now.stage and self._said[2] != now.step:
+            log.info("%s", describe(replace(now, stage="Training")))  # where training ended, however short it was
         if (new_stage or clock.seconds() >= self._next) and self._said != (now.stage, now.detail, now.step):
             self._next = clock.seconds() + _LINE_SECONDS
             self._say(now)

@@ -13,8 +13,8 @@ from lora_api.aitoolkit.objective import UNETS, read_objective
 from lora_api.aitoolkit.optimization import read_average, read_optimizer, read_schedule
 from lora_api.archs import Arch
 from lora_api.config import ModelConfig, SaveConfig
+from lora_api.foreign_words import VALUE_ALIASES
 from lora_api.network import NetworkConfig
-from lora_api.suggestions import VALUE_ALIASES
 from lora_api.training import TrainConfig
 from lora_api.wording import short
 

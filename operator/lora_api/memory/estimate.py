@@ -21,7 +21,7 @@ from lora_api.optimization import STATE_BYTES
 from lora_api.order import StageConfig
 from lora_api.training import Precision
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 CONTEXT_GIB = 0.6
 """What CUDA's context and its libraries take beside what torch counts."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_api.config import TrainerConfig
-from lora_api.memory.estimate import CONTEXT_GIB, GIB, Estimate, estimate_of, shapes_for
+from lora_api.memory.estimate import CONTEXT_GIB, GIB, MIB, Estimate, estimate_of, shapes_for
 from lora_api.precision import choose_precision
 from lora_api.training import Precision, TrainPrecision
 
@@ -21,20 +21,23 @@ _ROWS = (
 def estimate_lines(config: TrainerConfig, estimate: Estimate) -> list[str]:
     """A row for each use of memory, then what is needed at once in each phase."""
     words = {"optimizer": config.train.optimizer}
-    rows = [(name, getattr(estimate, name), what.format(**words)) for name, what in _ROWS]
+    unit, name = (GIB, "GiB") if estimate.total >= GIB else (MIB, "MiB")
+
+    def amount(size: int) -> str:
+        return f"{size / unit:.1f} {name}"
+
+    rows = [(use, getattr(estimate, use), what.format(**words)) for use, what in _ROWS]
     rows.append(("training", estimate.training, "the sum"))
-    texts = f"denoiser, whole VAE, and text encoders of {_gib(estimate.text_encoders)}, which are let go afterwards"
+    texts = f"denoiser, whole VAE, and text encoders of {amount(estimate.text_encoders)}, which are let go afterwards"
     rows.append(("caching", estimate.caching, texts))
     if estimate.sampling:
         rows.append(
             ("sampling", estimate.sampling, "without gradients and activations, with the VAE's decoder at work")
         )
-    head = f"memory on each GPU: about {_gib(estimate.total)} (+- {estimate.error / GIB:.1f}), from {estimate.source}"
-    return [head, *(f"  {name:<12}{size / GIB:9.2f} GiB  {what}" for name, size, what in rows)]
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"
+    head = (
+        f"memory on each GPU: about {amount(estimate.total)} (+- {estimate.error / unit:.1f}), from {estimate.source}"
+    )
+    return [head, *(f"  {phase:<12}{size / unit:9.2f} {name}  {what}" for phase, size, what in rows)]
 
 
 def does_not_fit(config: TrainerConfig, estimate: Estimate, available_gib: float) -> str | None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lora_api.config import TrainerConfig
+from lora_api.foreign_words import VALUE_ALIASES
 from lora_api.problems import InvalidDocument, Problem, parse
-from lora_api.suggestions import VALUE_ALIASES
 from lora_trainer.commandline import flags
 from lora_trainer.commandline.refusal import Refusal
 from lora_trainer.commandline.sources import Source

@@ -16,6 +16,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from lora_api.config import TrainerConfig
+from lora_api.foreign_words import ALIASES
 from lora_api.suggestions import choices_of, model_in, suggestion
 from lora_api.yamlfile import UnreadableError, scalar
 from lora_trainer.commandline.refusal import Refusal
@@ -131,20 +132,22 @@ def parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     for word in unknown:
         if word.startswith("--"):
             raise Refusal(f"{word.partition('=')[0]}: unknown flag{meant(word)}")
-        raise Refusal(f"{word!r} belongs to no flag; values follow their flag")
+        again = f"; did you mean --set {word}?" if field_at(word.partition("=")[0]) and "=" in word else ""
+        raise Refusal(f"{word!r} belongs to no flag; values follow their flag{again}")
     return found
 
 
 def meant(word: str) -> str:
     """`; did you mean ...?` for a flag: another one, or a field that `--set` reaches."""
     name = word.partition("=")[0].lstrip("-")
+    name = OTHER_NAMES.get(name, ALIASES.get(name, name))
     paths = [path for path in settable() if path.rpartition(".")[2] == name or path == name]
     if len(paths) == 1:
         short = next((flag for flag, path in FIELDS.items() if path == paths[0]), None)
         return f"; did you mean --{short}?" if short else f"; did you mean --set {paths[0]}=VALUE?"
     flags = [*FIELDS, "output_dir", "num_epochs", "config", "process", "set", "nproc_per_node", "run_config"]
-    near = suggestion(OTHER_NAMES.get(name, name), flags)
-    return near.replace("did you mean ", "did you mean --")
+    near = suggestion(name, flags)
+    return near.replace("did you mean ", "did you mean --").replace(" or ", " or --")
 
 
 def _plain(argument: str) -> str:
@@ -240,6 +243,8 @@ def shown_default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
     if value is None or value == ():
         return "none"
+    if value == "":
+        return "empty"
     if isinstance(value, list | tuple):
         return " ".join(str(item) for item in value)
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -259,13 +264,18 @@ def settable(model: type[BaseModel] = TrainerConfig, path: str = "") -> Iterator
 
 def _settable_help() -> str:
     lines = ["fields for --set, as in --set train.weight_decay=0.01 or --set datasets[0].num_repeats=4:"]
+    block = ""
     for path in settable():
         field = field_at(path)
         if path in FIELDS.values() or field is None:
             continue
+        if path.partition(".")[0] != block:
+            block = path.partition(".")[0]
+            lines.append("")
         choices = choices_at(path)
         default = "required" if field.is_required() else f"default: {shown_default(field)}"
         words = f" One of {', '.join(choices)}." if choices else ""
-        text = f"{field.description}{words} ({default})"
-        lines += textwrap.wrap(text, 118, initial_indent=f"  {path:<30} ", subsequent_indent=" " * 33)
+        words += f" Each has {', '.join(inner.model_fields)}." if (inner := model_in(field.annotation)) else ""
+        text = f"{field.description}{words} ({default})".removesuffix(" (default: none)")
+        lines += [f"  {path}", *textwrap.wrap(text, 78, initial_indent=" " * 6, subsequent_indent=" " * 6)]
     return "\n".join(lines)

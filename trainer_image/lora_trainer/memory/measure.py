@@ -64,5 +64,6 @@ class MemoryWatch:
         measured = round(self.peak_bytes / GIB, 3)
         figures = self.estimate.gib() if self.estimate else {}
         if self.estimate:
-            log.info("memory: the peak was %.2f GiB, %.2f were expected", measured, figures["total"])
+            grown = "" if self._device.type == "cuda" else " of the process, with its libraries,"
+            log.info("memory: the peak%s was %.2f GiB, %.2f were expected", grown, measured, figures["total"])
         return {"measured_peak": measured, "measured_on": self._device.type, **figures}

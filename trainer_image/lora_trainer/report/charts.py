@@ -8,7 +8,7 @@ from collections.abc import Sequence
 Point = tuple[float, float]
 
 _WIDTH, _HEIGHT = 880, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 28
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 12, 28
 _MOST_POINTS = 700  # more would not be seen
 
 

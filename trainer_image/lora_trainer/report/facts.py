@@ -36,12 +36,14 @@ class RunHistory:
         starts: In order.
         changes: Of settings, by control documents.
         checkpoints: Those that are kept, the newest first.
+        stages: After which step which stage of `train.stages` began, but for the first.
     """
 
     steps: tuple[Line, ...]
     starts: tuple[StartFacts, ...]
     changes: tuple[Change, ...]
     checkpoints: tuple[CheckpointManifest, ...]
+    stages: tuple[tuple[int, int], ...] = ()
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -110,6 +112,11 @@ def read_history(store: Store, lines: Mapping[int, Sequence[Line]]) -> RunHistor
         tuple(sorted(starts, key=lambda each: each.start)),
         changes_in(lines),
         _checkpoints(store),
+        tuple(
+            sorted(
+                {(line["step"], line["stage"]) for of_start in lines.values() for line in of_start if "stage" in line}
+            )
+        ),
     )
 
 

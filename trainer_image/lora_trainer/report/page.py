@@ -86,7 +86,7 @@ def _key_numbers(report: Report) -> str:
     memory = facts.get("memory_gib") or {}
     numbers = {
         "steps": facts["steps"],
-        "loss, last 100 steps": _number(training["loss_of_last_steps"]),
+        f"loss, last {min(100, len(report.history.steps))} steps": _number(training["loss_of_last_steps"]),
         "s/step": _number(training["seconds_per_step"]),
         "samples/s": _number(training["samples_per_second"]),
         "GiB at the peak": _number(memory.get("measured_peak")),
@@ -102,7 +102,8 @@ def _marks(report: Report) -> list[tuple[float, str]]:
         if each.first_step
     ]
     changed = [(each.step, f"settings changed after step {each.step}") for each in report.history.changes]
-    return [(float(step), text) for step, text in (*resumed, *changed)]
+    staged = [(step, f"stage {number} began after step {step}") for step, number in report.history.stages]
+    return sorted((float(step), text) for step, text in (*resumed, *changed, *staged))
 
 
 def _points(report: Report, name: str) -> list[Point]:

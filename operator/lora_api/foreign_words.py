@@ -1,0 +1,83 @@
+"""Words of other trainers (ai-toolkit, kohya's scripts, the scripts of diffusers, peft) beside ours, for suggestions."""
+
+from __future__ import annotations
+
+ALIASES: dict[str, str] = {
+    "alpha": "linear_alpha",
+    "cache_latents_to_disk": "cache_latents",
+    "caption_dropout_rate": "caption_dropout",
+    "checkpointing_steps": "save_every",
+    "checkpoints_total_limit": "max_step_saves",
+    "conv_dim": "conv",
+    "conv_rank": "conv",
+    "dim": "linear",
+    "discrete_flow_shift": "timestep_shift",
+    "flow_shift": "timestep_shift",
+    "fsdp": "parallelism",
+    "gradient_accumulation_steps": "gradient_accumulation",
+    "image_dir": "folder_path",
+    "instance_data_dir": "folder_path",
+    "ip_noise_gamma": "input_perturbation",
+    "learning_rate": "lr",
+    "low_vram": "offload_blocks",
+    "lr_scheduler_num_cycles": "num_cycles",
+    "lr_scheduler_power": "power",
+    "lr_warmup_steps": "warmup_steps",
+    "max_step_saves_to_keep": "max_step_saves",
+    "max_train_steps": "steps",
+    "mixed_precision": "dtype",
+    "network_alpha": "linear_alpha",
+    "network_dim": "linear",
+    "network_weights": "init_from",
+    "optimizer_args": "optimizer_params",
+    "path": "folder_path",
+    "pretrained_model_name_or_path": "name_or_path",
+    "prior_loss_weight": "reg_weight",
+    "r": "linear",
+    "rank": "linear",
+    "save_every_n_steps": "save_every",
+    "save_steps": "save_every",
+    "snr_gamma": "min_snr_gamma",
+    "target_modules": "only_if_contains",
+    "train_batch_size": "batch_size",
+    "train_data_dir": "folder_path",
+    "unet_learning_rate": "unet_lr",
+    "validation_prompt": "prompts",
+}
+"""Fields under other names. They are refused with the right name as suggestion."""
+
+VALUE_ALIASES = {
+    "gpu": "cuda",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+}
+"""Other words for the same choice; for most of them the nearest spelling would be another choice."""
+
+RELATED_VALUES = {
+    "4bit": "nf4",
+    "8bit": "int8",
+    "adamw_8bit": "adamw8bit",
+    "automagic": "prodigy",
+    "dadaptadam": "prodigy",
+    "dadaptation": "prodigy",
+    "deepspeed": "fsdp",
+    "fine_tune": "full",
+    "float8": "fp8",
+    "fsdp2": "fsdp",
+    "int4": "nf4",
+    "l1": "mae",
+    "l2": "mse",
+    "locon": "lora",
+    "linear": "uniform",
+    "no": "fp32",
+    "qfloat8": "fp8",
+    "sigmoid": "logit_normal",
+    "uint4": "nf4",
+    "uint8": "int8",
+    "zero2": "fsdp",
+    "zero3": "fsdp",
+}
+"""What comes closest to a choice that we don't have, or have under another name; for suggestions alone."""
