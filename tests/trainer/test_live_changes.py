@@ -95,6 +95,28 @@ def test_a_second_crash_after_the_change_came_again_changes_no_bit(job):
     assert bits(broken) == bits(whole)
 
 
+def test_a_change_that_a_start_begins_with_comes_again_before_a_later_one(job):
+    first = job(save={"save_every": 100})
+    assert first.run(stop_after=4) == ExitCode.PREEMPTED
+    broken = first.copy("broken")
+    for item in first.store.list():
+        broken.store.put(item.key, first.store.get(item.key))
+    change = json.loads(first.newest()[checkpoint.STATE])["control"] | {"generation": 2, "lr": 1e-2}
+    for each in (first, broken):
+        each.store.put(layout.CONTROL, json.dumps(change).encode())
+    hook = change_at(5, 3, lr=2e-2)
+    assert first.run(hook=hook) == ExitCode.DONE
+    assert broken.run(hook=hook, crash_after=7) == 1
+    assert broken.steps() == [4]
+    assert broken.run() == ExitCode.DONE
+    rates = [
+        {line["step"]: line["lr"] for line in each.metrics(start) if "lr" in line}
+        for each, start in ((first, 2), (broken, 3))
+    ]
+    assert rates[0] == rates[1]
+    assert bits(broken) == bits(first)
+
+
 def test_a_change_made_while_the_old_ones_come_again_holds_at_once(job):
     broken = job()
     assert broken.run(hook=change_at(5, lr=1e-2), crash_after=7) == 1

@@ -65,6 +65,21 @@ def test_changes_after_the_checkpoint_come_again_at_their_own_steps(step, genera
     assert settings.lr == generation * 1e-3
 
 
+@pytest.mark.parametrize(
+    ("changes", "step", "generation", "again"),
+    [
+        ([(5, 2), (8, 3)], 5, 2, [(8, 3)]),  # the checkpoint of step 5 is made before the change of step 5
+        ([(4, 3), (5, 2)], 3, 1, [(4, 3)]),  # a start took 2, the next one had 3 before it came to that
+        ([(4, 2), (4, 3), (6, 2)], 4, 3, []),
+    ],
+)
+def test_changes_come_again_as_the_newest_start_took_them(changes, step, generation, again):
+    changes = tuple(Change(at, control(number)) for at, number in changes)
+    settings, planned = settings_at(CONFIG, control(3), control(1), changes, step)
+    assert (settings.generation, settings.lr) == (generation, generation * 1e-3)
+    assert [(change.step, change.control.generation) for change in planned] == again
+
+
 def test_a_change_that_nobody_saw_taking_effect_holds_at_once():
     settings, planned = settings_at(CONFIG, control(3), control(1), (Change(5, control(2)),), 4)
     assert (settings.generation, planned) == (3, ())
@@ -95,3 +110,15 @@ def test_a_block_that_breaks_a_rule_of_the_whole_is_left_out_and_said(caplog):
     assert (changed.generation, changed.lr, changed.sample.prompts) == (2, 2e-3, ("b",))
     assert "network.type full ends in a whole denoiser" in caplog.text
     assert "save stays as it was" in caplog.text
+
+
+@pytest.mark.parametrize("last", [{"steps": 60}, {}])
+def test_more_and_fewer_steps_make_the_last_stage_longer_and_shorter_whatever_length_it_was_given(last, caplog):
+    wire = CONFIG.model_dump(mode="json") | {"train": {"stages": [{"steps": 40}, last], "steps": 100}}
+    settings = Settings.of(TrainerConfig.model_validate(wire))
+    for generation, steps in ((2, 150), (3, 41)):
+        settings = settings.taking(control(generation, steps=steps))
+        assert (settings.steps, settings.lr) == (steps, generation * 1e-3)
+        TrainerConfig.model_validate(settings.config.model_dump(mode="json"))  # as it is written beside the result
+    assert not caplog.records
+    assert settings.taking(control(4, steps=40)).steps == 41, "nothing would be left of the last stage"

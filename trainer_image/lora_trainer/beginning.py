@@ -33,6 +33,7 @@ class Beginning:
     lost_steps: int = 0
     rejected: tuple[RejectedCheckpoint, ...] = ()
     planned: tuple[Change, ...] = ()  # changes that an earlier start made after the checkpoint's step
+    changed: bool = False  # whether the settings are newer than the checkpoint's
 
 
 def begin(store: Store, run: RunConfig) -> tuple[Beginning, Fence | None, Checkpoint | None]:
@@ -58,7 +59,8 @@ def begin(store: Store, run: RunConfig) -> tuple[Beginning, Fence | None, Checkp
     if newest is not None:
         check_config(newest, run)
     step = newest.manifest.step if newest else 0
-    settings, planned = _settings(store, run.config, control, newest)
+    recorded = history.recorded_control(newest.files[checkpoint.STATE], run.config) if newest else None
+    settings, planned = _settings(store, run.config, control, recorded, step)
     beginning = Beginning(
         start=fence.claim.start,
         settings=settings,
@@ -68,19 +70,18 @@ def begin(store: Store, run: RunConfig) -> tuple[Beginning, Fence | None, Checkp
         lost_steps=lost_steps(_progress(store), step),
         rejected=rejected,
         planned=planned,
+        changed=recorded is not None and settings.generation > recorded.generation,
     )
     return beginning, fence, newest
 
 
 def _settings(
-    store: Store, config: TrainerConfig, control: Control | None, newest: Checkpoint | None
+    store: Store, config: TrainerConfig, control: Control | None, recorded: Control | None, step: int
 ) -> tuple[Settings, tuple[Change, ...]]:
     """What to go on with, and what changes again later; metric lines are read only where a change may be among them."""
-    recorded = history.recorded_control(newest.files[checkpoint.STATE], config) if newest else None
-    if control is None or recorded is None or newest is None or recorded.generation >= control.generation:
+    if control is None or recorded is None or recorded.generation >= control.generation:
         return Settings.of(config, control), ()
-    changes = history.changes_in(history.read_lines(store))
-    return history.settings_at(config, control, recorded, changes, newest.manifest.step)
+    return history.settings_at(config, control, recorded, history.changes_in(history.read_lines(store)), step)
 
 
 def check_owner(owner: RunFile | None, run: RunConfig, location: str) -> None:

@@ -102,11 +102,20 @@ def settings_at(
     """
     if newest is None or recorded is None:
         return Settings.of(config, newest), ()
-    again = tuple(
-        each
-        for each in changes
-        if each.step > step and recorded.generation < each.control.generation <= newest.generation
-    )
-    if not any(each.control.generation == newest.generation for each in again):
+    news = [each for each in changes if recorded.generation < each.control.generation <= newest.generation]
+    if not any(each.control.generation == newest.generation for each in news):
         return Settings.of(config, newest), ()
-    return Settings.of(config, recorded), again
+    told, settings = _in_force(news), Settings.of(config, recorded)
+    for each in told:
+        if each.step <= step:  # a checkpoint is made before the change that comes with its step
+            settings = settings.taking(each.control)
+    return settings, tuple(each for each in told if each.step > step)
+
+
+def _in_force(changes: Sequence[Change]) -> list[Change]:
+    """Changes in the order of their steps without those that a newer one came before: a start took them, the next one did not."""
+    found: list[Change] = []
+    for each in changes:
+        if not found or each.control.generation > found[-1].control.generation:
+            found.append(each)
+    return found

@@ -164,6 +164,9 @@ class Session:
         enter(stage, self.state)
         reporter.take_stages(stages, stage, self.group.world_size)
         reporter.enter("Training")
+        if self.beginning.changed:  # a start after this one has to know from where on
+            reporter.line(step=self.state.step, control=self.settings.document.model_dump(mode="json", by_alias=True))
+            reporter.write_soon()
         control = ControlWatch(reporter.store) if self.fence is not None and reporter.store is not None else None
         if control is not None:
             control.start()

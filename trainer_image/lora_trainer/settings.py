@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lora_api.config import SampleConfig, SaveConfig, TrainerConfig
+from lora_api.order import without_its_end
 from lora_api.problems import InvalidDocument, parse
 from lora_api.run import Control
 
@@ -44,6 +45,9 @@ class Settings:
     def config(self) -> TrainerConfig:
         """The configuration as it is in force."""
         train = self.own.train.model_copy(update={"steps": self.steps, "lr": self.lr})
+        if train.steps != self.own.train.steps and train.stages:
+            *others, last = train.stages  # the last one becomes longer or shorter, whatever length it was given
+            train = train.model_copy(update={"stages": (*others, last.model_copy(update={"steps": None}))})
         return self.own.model_copy(update={"train": train, "save": self.save, "sample": self.sample})
 
     @property
@@ -78,4 +82,7 @@ class Settings:
 def _with_block(config: TrainerConfig, name: str, values: dict[str, Any]) -> TrainerConfig:
     """The configuration with some values of a block replaced, and all its rules asked again."""
     wire = config.model_dump(mode="json", exclude_unset=True)
-    return parse(TrainerConfig, {**wire, name: {**wire.get(name, {}), **values}}, "control")
+    wire[name] = {**wire.get(name, {}), **values}
+    if "train" in wire:
+        wire["train"] = without_its_end(wire["train"])  # new steps are those of the last stage too
+    return parse(TrainerConfig, wire, "control")
