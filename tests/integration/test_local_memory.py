@@ -63,7 +63,8 @@ def test_a_job_that_does_not_fit_is_made_smaller_until_it_does(run, tmp_path):
     assert (status["phase"], status["restarts"]["outOfMemory"], status["attempt"]) == ("Succeeded", 2, 3)
     expected = {"times": 2, "batchSize": 1, "gradientAccumulation": 4, "gradientCheckpointing": False}
     assert status["shrunk"] == expected
-    assert "while training step 1: CUDA out of memory. Tried to allocate 4 GiB" in output
+    assert "training step 1, forward pass of 4 pictures of 64 x 64" in output
+    assert "CUDA out of memory. Tried to allocate 4 GiB" in output
     assert "Shrunk: Attempt 2 trains batch_size 2 x gradient_accumulation 2 instead of batch_size 4 x" in output
     assert "Shrunk: Attempt 3 trains batch_size 1 x gradient_accumulation 4 instead of batch_size 2 x" in output
     metrics = DirectoryStore(tmp_path / "runs" / "default" / "big").list("metrics/")
@@ -75,4 +76,7 @@ def test_a_job_that_can_not_fit_fails_with_advice(run, tmp_path):
     assert code == 1
     assert (status["phase"], status["restarts"]["outOfMemory"]) == ("Failed", 3)
     assert status["shrunk"]["gradientCheckpointing"] is True
-    assert "nothing is left to make smaller; quantize the base model, lower datasets[].resolution" in output
+    assert (
+        "nothing is left to make smaller; quantize the base model (model.quantize), lower datasets[].resolution"
+        in output
+    )

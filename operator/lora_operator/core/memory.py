@@ -11,7 +11,7 @@ from lora_operator.core.facts import heartbeat
 from lora_operator.core.manifests import sizing
 from lora_operator.core.views import Observed
 
-_LESS_PER_SAMPLE = "quantize the base model, lower datasets[].resolution or network.linear in spec.config, or use a GPU with more memory"
+_LESS_PER_SAMPLE = "quantize the base model (model.quantize), lower datasets[].resolution or network.linear in spec.config, or use a GPU with more memory"
 _MORE_HOST_MEMORY = "raise spec.resources.memory"
 
 

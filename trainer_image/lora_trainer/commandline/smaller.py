@@ -14,7 +14,7 @@ from lora_api.shrink import can_shrink, passes
 from lora_api.stores import DirectoryStore
 from lora_trainer.commandline.rundir import NAMESPACE, write_run_config
 
-ADVICE = "Nothing is left to make smaller. Lower --resolution or --rank, quantize the base model, or take a device with more memory."
+ADVICE = "Nothing is left to make smaller. Lower --resolution or --rank, quantize the base model (--set model.quantize=nf4), or take a device with more memory."
 
 
 def shrink(path: Path) -> str | None:
