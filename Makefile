@@ -46,10 +46,10 @@ test: $(READY) ## Everything: lint, verify, unit, contract, trainer, integration
 test-fast: test-unit ## Unit and contract tests: under a minute
 
 test-unit: $(READY)
-	$(BIN)/pytest -q tests/unit tests/contract
+	$(BIN)/pytest -q -n auto --dist loadfile tests/unit tests/contract
 
 test-trainer: $(READY) ## The trainer on tiny models of the real architectures
-	$(BIN)/pytest -q tests/trainer
+	$(BIN)/pytest -q -n auto --dist loadfile tests/trainer
 
 test-integration: $(READY) ## Against a real API server, a real S3 server and real processes
 	$(BIN)/pytest -q tests/integration
