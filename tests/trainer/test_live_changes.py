@@ -160,6 +160,20 @@ def test_new_prompts_are_drawn_at_the_next_round_and_the_text_encoders_let_go(jo
     assert bits(undrawn) == bits(drawn), "samples take nothing from training"
 
 
+def test_new_prompts_leave_the_encoder_of_pictures_that_are_not_cached_alone(job):
+    hook, encoders = change_at(1, sample={**SAMPLE, "prompts": ["seen by nobody before"]}), []
+
+    def watch(session, step):
+        hook(session, step)
+        encoders.append(session.prepared.model.pipe.vae.encoder)
+
+    drawn = job(sample={**SAMPLE, "prompts": ["x"]}, train={"steps": 5})
+    drawn.config["datasets"][0]["cache_latents"] = False
+    assert drawn.run(hook=watch) == ExitCode.DONE
+    assert len(encoders) == 5
+    assert all(each is not None and each is encoders[0] for each in encoders)
+
+
 def test_prompts_may_come_to_a_run_that_had_none_and_leave_it_again(job):
     def hook(session, step):
         change_at(1, 2, sample={**SAMPLE, "prompts": ["words never read before"]})(session, step)

@@ -240,7 +240,7 @@ def weights(arch: str, **model) -> int:
 
 
 @pytest.mark.parametrize("arch", list(Arch))
-def test_resting_blocks_are_not_counted_but_for_two(arch):
+def test_resting_blocks_are_not_counted_but_for_three(arch):
     whole = weights(arch)
     some, none = weights(arch, offload_blocks=0.5), weights(arch, offload_blocks=1.0)
     assert none < some < whole

@@ -170,3 +170,26 @@ def test_a_shift_that_the_model_lacks_ends_with_64_before_anything_is_encoded(tm
     assert job.change(train={"timestep_dynamic_shift": True}).run() == ExitCode.CONFIGURATION
     assert job.word().message.startswith("config.train.timestep_dynamic_shift: true, but the scheduler of this model")
     assert not (tmp_path / "cache" / "tensors").exists()
+
+
+@pytest.mark.parametrize(
+    "levels",
+    [
+        NoiseLevels("uniform"),
+        NoiseLevels("logit_normal"),
+        NoiseLevels("logit_normal", mean=0.5),
+        NoiseLevels("mode", bias="style"),
+    ],
+)
+def test_draws_do_not_depend_on_the_format_that_another_thread_makes_the_default(levels):
+    objective = Objective(seed=3, levels=levels, noise_offset=0.1)
+    before = objective.draws(None, 5, [0, 1], (4, 8, 8))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        now = objective.draws(None, 5, [0, 1], (4, 8, 8))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(before, now, strict=True):
+        assert one.noise.dtype == other.noise.dtype == other.u.dtype == torch.float32
+        assert torch.equal(one.noise, other.noise)
+        assert torch.equal(one.u, other.u)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from lora_trainer.memory.offload import Offload, chosen
 from lora_trainer.memory.placing import offload_blocks, place_base
 from lora_trainer.memory.quantised import put_weight, quantise_blocks
 from lora_trainer.networks import add_adapter
+from lora_trainer.runtime import Group
 from tests.trainer.jobs import Job, disturb, make_pictures
+from tests.trainer.ranks import run_on_two_ranks
 
 CPU = torch.device("cpu")
 
@@ -79,7 +82,7 @@ class Block(nn.Module):
 
 def test_nothing_that_visits_is_kept_for_the_backward_pass():
     blocks = [Block().requires_grad_(requires_grad=False) for _ in range(3)]
-    offload, kept = Offload(CPU), []
+    offload = Offload(CPU)
     for block in blocks:
         offload.add(block)
     resting = {t.untyped_storage().data_ptr() for block in blocks for t in block.parameters()}
@@ -105,8 +108,57 @@ def test_nothing_that_visits_is_kept_for_the_backward_pass():
     assert offload.fetched == count + len(blocks)
     assert not resting & {t.untyped_storage().data_ptr() for t in seen}
     assert x.grad.abs().sum() > 0
-    assert not kept
     assert all(isinstance(p, nn.Parameter) for block in blocks for p in block.parameters())
+
+
+def test_the_graph_keeps_no_visitor_alive(monkeypatch):
+    blocks = [Block().requires_grad_(requires_grad=False) for _ in range(3)]
+    offload, seen = Offload(CPU), []
+    original = Offload._fetch
+
+    def fetch(self, number):
+        visit = original(self, number)
+        seen.extend(weakref.ref(tensor) for tensor in visit.tensors)
+        return visit
+
+    monkeypatch.setattr(Offload, "_fetch", fetch)
+    x = torch.randn(2, 8, requires_grad=True)
+    y = x
+    for block in blocks:
+        offload.add(block)
+        y = block(y)
+    assert len(seen) == 12
+    assert not [each for each in seen if each() is not None]
+    y.sum().backward()
+    assert x.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("every", [None, 1, 2])
+def test_blocks_are_sent_for_in_the_order_in_which_they_come_and_only_two_are_there(every, monkeypatch):
+    count, fetched, most = 6, [], 0
+    blocks = [Block().requires_grad_(requires_grad=False) for _ in range(count)]
+    offload = Offload(CPU)
+    offload._ahead = True  # as on a GPU, where copying does not wait
+    original = Offload._fetch
+
+    def fetch(self, number):
+        nonlocal most
+        fetched.append(number)
+        most = max(most, 1 + len(self._visits.keys() - {number}))
+        return original(self, number)
+
+    monkeypatch.setattr(Offload, "_fetch", fetch)
+    for block in blocks:
+        offload.add(block)
+    call = EveryNth(every) if every else (lambda block, x: block(x))
+    y = torch.randn(2, 8, requires_grad=True)
+    for block in blocks:
+        y = call(block, y)
+    assert fetched == list(range(count))
+    y.sum().backward()
+    assert fetched == [*range(count), *reversed(range(count))]
+    assert most == 2
+    assert offload.visiting <= 1
 
 
 @pytest.mark.parametrize("kind", [None, "int8"])
@@ -152,10 +204,33 @@ def test_the_share_of_blocks_that_rest_is_spread_evenly(share, count):
     assert all(later - earlier >= int(1 / share) for earlier, later in itertools.pairwise(places))
 
 
-def test_a_run_with_resting_blocks_is_the_same_run(tmp_path, tiny_model_folder):
+def test_a_run_with_resting_blocks_is_the_same_run(tmp_path, tiny_model_folder, monkeypatch):
     job = Job(tmp_path / "plain", tiny_model_folder("zimage"), make_pictures(tmp_path / "data"), tmp_path / "cache")
     job.change(train={"steps": 4}, sample={"prompts": ["a cube"], "width": 64, "height": 64, "sample_steps": 1})
+    wrap, ignored = Group.wrap, []
+    monkeypatch.setattr(
+        Group,
+        "wrap",
+        lambda self, module: (
+            ignored.append(getattr(module, "_ddp_params_and_buffers_to_ignore", None)) or wrap(self, module)
+        ),
+    )
     twin = job.copy("resting").change(model={"offload_blocks": 1.0}, train={"gradient_checkpointing": True})
     assert job.run() == twin.run() == 0
     assert job.newest()["adapter.safetensors"] == twin.newest()["adapter.safetensors"]
     assert job.store.get("final/sample-00.png") == twin.store.get("final/sample-00.png")
+    nothing, resting = ignored  # DDP, which is told what rests before it looks at where parameters lie
+    assert nothing is None
+    assert resting
+
+
+def test_blocks_may_rest_on_several_ranks(tmp_path, tiny_model_folder):
+    job = Job(
+        tmp_path / "plain", tiny_model_folder("wan22"), make_pictures(tmp_path / "data"), tmp_path / "cache", "wan22"
+    )
+    job.change(train={"steps": 3, "gradient_accumulation": 2, "gradient_checkpointing": True})
+    twin = job.copy("resting").change(model={"offload_blocks": 1.0})
+    for each in (job, twin):
+        each.write()
+        assert run_on_two_ranks(each) == 0
+    assert job.newest()["adapter.safetensors"] == twin.newest()["adapter.safetensors"]

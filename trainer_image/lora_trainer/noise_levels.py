@@ -89,16 +89,16 @@ class NoiseLevels:
         """
         if self.bias == "balanced" and not self.is_cut:
             if self.density == "uniform":
-                return torch.rand((), generator=generator)
+                return torch.rand((), generator=generator, dtype=torch.float32)
             if self.density == "logit_normal":
-                z = torch.randn((), generator=generator)
+                z = torch.randn((), generator=generator, dtype=torch.float32)
                 return (z if (self.mean, self.std) == (0.0, 1.0) else self.mean + self.std * z).sigmoid()
         p = float(torch.rand((), generator=generator, dtype=torch.float64))
         if self.bias != "balanced":
             p = p**3 if self.bias == "style" else 1 - p**3
         first, last = _shares(self, shift)
         u = self.quantile(first + p * (last - first))
-        return torch.tensor(min(max(u, _LEAST), 1 - _LEAST))
+        return torch.tensor(min(max(u, _LEAST), 1 - _LEAST), dtype=torch.float32)
 
     def quantile(self, p: float) -> float:
         """The level below which a share p of the density lies, before cut and bias."""

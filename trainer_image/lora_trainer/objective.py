@@ -6,7 +6,8 @@ for another one or for weights. For flow matching, x_t = (1 - sigma) x0 + sigma 
 
 All randomness is counter-based: what the sample in slot `slot` of iteration `iteration` draws follows from (seed,
 iteration, slot) alone. No generator state needs saving, and a run gives the same numbers on one process or many, with
-a batch of four or four batches of one. Noise is drawn on the CPU, so devices agree.
+a batch of four or four batches of one. Noise is drawn on the CPU, so devices agree. Number formats are named: torch's
+default belongs to all threads, and libraries change it while they load a text encoder beside the one that draws.
 
 References:
     Lipman et al. 2023, "Flow Matching for Generative Modeling"; Esser et al. 2024, section 3.1 (logit-normal density).
@@ -59,7 +60,7 @@ def draw(
     generator = torch.Generator().manual_seed(mix(seed, _NOISE, iteration, slot))
     drop = float(torch.rand((), generator=generator, dtype=torch.float64))
     u = levels.draw(generator, shift)
-    return Draw(u, drop, torch.randn(tuple(shape), generator=generator))
+    return Draw(u, drop, torch.randn(tuple(shape), generator=generator, dtype=torch.float32))
 
 
 def seed_dropout(seed: int, iteration: int, slot: int, device: torch.device) -> None:
@@ -155,7 +156,7 @@ class Objective:
     def _more(self, kind: int, iteration: int, slot: int, shape: Sequence[int]) -> Tensor:
         """Further standard normal noise of a sample."""
         generator = torch.Generator().manual_seed(mix(self.seed, kind, iteration, slot))
-        return torch.randn(tuple(shape), generator=generator)
+        return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
 
 
 def take_noise_settings(model: BaseModel, train: TrainConfig) -> None:

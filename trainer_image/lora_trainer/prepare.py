@@ -136,6 +136,8 @@ class Preparation:
         self._say("adding the adapter")
         adapter, spread = self._add_adapter(model)
         self._save_memory(model)
+        if not self._sharded:  # last: DDP asks where parameters lie, and those of resting blocks have moved by now
+            spread.module = self.group.wrap(model.denoiser)
         model.forward_module = spread.module or model.denoiser
         conditions = [cache.load(text_key(prompt, model.text_identity)) for prompt in prompts]
         negative = cache.load(text_key("", model.text_identity)) if prompts else None
@@ -224,8 +226,6 @@ class Preparation:
             adapter = _add_adapter(model, self.run, self._first_adapter(), spread)
             if self._sharded and not whole:
                 spread = self._shard(model, adapter.parameters())
-            elif not self._sharded:
-                spread.module = self.group.wrap(model.denoiser)
             adapter.spread = spread
         except ValueError as error:
             raise ConfigurationError(f"config.{error}") from error

@@ -68,4 +68,4 @@ def _encode(model: BaseModel, texts: Sequence[str], report: Callable[[str], None
         return found
     finally:
         if not model.trained_text:
-            model.free_encoders()
+            model.free_text_encoders()  # samples that are not cached still need the VAE's encoder

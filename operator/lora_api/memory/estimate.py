@@ -161,7 +161,7 @@ def _denoiser_bytes(config: TrainerConfig, tensors: Component, item: int) -> int
 
 
 def offloaded_bytes(config: TrainerConfig, shapes: ModelShapes, item: int) -> int:
-    """What is not on the device at any time: the resting blocks but for two, the one at work and the next."""
+    """What is not on the device at any time: the resting blocks but for three, the one at work and its neighbours."""
     if not config.model.offload_blocks:
         return 0
     pattern = _UNET_BLOCK if config.model.arch in UNET_ARCHS else _LISTED_BLOCK
@@ -172,7 +172,7 @@ def offloaded_bytes(config: TrainerConfig, shapes: ModelShapes, item: int) -> in
                 blocks.setdefault(f"{component}.{found[0]}", {})[name] = shape
     sizes = [_denoiser_bytes(config, tensors, item) for tensors in blocks.values()]
     resting = [sizes[place] for place in spread(len(sizes), config.model.offload_blocks)]
-    return max(0, sum(resting) - 2 * max(resting, default=0))
+    return max(0, sum(resting) - 3 * max(resting, default=0))
 
 
 def spread(count: int, share: float) -> list[int]:

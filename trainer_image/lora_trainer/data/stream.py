@@ -178,7 +178,7 @@ class BatchMaker:
         by_time = self._objective.weights(self._model, time_B)
         if self._sample_weights is None:
             return by_time
-        own_B = torch.tensor([self._sample_weights[number] for number in numbers])
+        own_B = torch.tensor([self._sample_weights[number] for number in numbers], dtype=torch.float32)
         return own_B if by_time is None else own_B * by_time
 
     def _masks(self, numbers: Sequence[int], x0_BChw: Tensor) -> Tensor | None:
@@ -186,7 +186,7 @@ class BatchMaker:
         found = [self._reader.mask(number, x0) for number, x0 in zip(numbers, x0_BChw, strict=True)]
         if all(mask is None for mask in found):
             return None
-        whole = torch.ones((*[1] * (x0_BChw.ndim - 3), *x0_BChw.shape[-2:]))
+        whole = torch.ones((*[1] * (x0_BChw.ndim - 3), *x0_BChw.shape[-2:]), dtype=torch.float32)
         return torch.stack([whole if mask is None else mask for mask in found])
 
     @overload

@@ -201,10 +201,14 @@ class BaseModel(Noising, ABC):
 
     def free_encoders(self) -> None:
         """Lets go of the text encoders and the VAE's encoder; its decoder stays, samples need it."""
+        self.pipe.vae.encoder = None
+        self.free_text_encoders()
+
+    def free_text_encoders(self) -> None:
+        """Lets go of the text encoders alone: a thread may be encoding pictures."""
         assert not self.trained_text, "a text encoder with an adapter can't be loaded again"
         for part in self.text_parts:
             setattr(self.pipe, part, None)
-        self.pipe.vae.encoder = None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -329,14 +333,9 @@ class BaseModel(Noising, ABC):
     ) -> Image.Image:
         """One picture drawn by the family's own diffusers pipeline; arguments as in `sample_frames`."""
         return self.sample_frames(
-            condition,
-            negative_condition,
-            width=width,
-            height=height,
-            steps=steps,
-            guidance_scale=guidance_scale,
+            condition, negative_condition, width=width, height=height, steps=steps, guidance_scale=guidance_scale,
             seed=seed,
-        )[0]
+        )[0]  # fmt: skip
 
     @torch.no_grad()
     def sample_frames(
