@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from lora_api.foreign_words import ALIASES, RELATED_VALUES, VALUE_ALIASES
 
 _STAGES = "stages[]."
-_TELLING = 4  # letters that are enough to know a word by its beginning
+_TELLING = 3  # letters that are enough to know a word by its beginning
 _ALIKE, _SLIP = 0.6, 0.9  # of difflib's ratio: its own default for close matches; one letter of ten
 
 
@@ -62,7 +62,7 @@ def _near(name: str, candidates: Sequence[str]) -> str | None:
         return (reordered if len(reordered) == 1 else unfinished)[0]
     if longer and not _alike(typed, letters, _SLIP):
         return max(longer, key=len)
-    return _alike(typed, letters, _ALIKE)
+    return _alike(typed, letters, _ALIKE) or (" or ".join(unfinished) if len(unfinished) == 2 else None)
 
 
 def _alike(typed: str, letters: Mapping[str, str], least: float) -> str | None:

@@ -116,6 +116,7 @@ def test_two_choices_that_are_equally_near_are_both_suggested():
         ("train.lr_scheduler", "step", None),
         ("train.loss_type", "l2", "mse"),
         ("train.loss_type", "L1", "mae"),
+        ("train.loss_type", "mse_loss", "mse"),
         ("train.timestep_type", "sigmoid", "logit_normal"),
         ("train.timestep_type", "linear", "uniform"),
         ("train.parallelism", "zero3", "fsdp"),

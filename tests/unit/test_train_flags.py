@@ -221,7 +221,7 @@ def unknown_model():
         (("--network_dim", "8"), "--network_dim: unknown flag; did you mean --rank?"),
         (("--max_train_steps", "8"), "--max_train_steps: unknown flag; did you mean --steps?"),
         (("--snr_gamma", "5"), "--snr_gamma: unknown flag; did you mean --set train.min_snr_gamma=VALUE?"),
-        (("--numb", "5"), "--numb: unknown flag"),
+        (("--num", "5"), "--num: unknown flag; did you mean --num_repeats or --num_epochs?"),
         (("--set", "train.lr=1", "train.weight_decay=0"), "did you mean --set train.weight_decay=0?"),
         (("--rank", "0"), "--rank: 0 is below the minimum 1"),
         (("--learning_rate", "fast"), '--learning_rate: found "fast" (string), expected a number'),
