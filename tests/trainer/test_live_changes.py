@@ -13,6 +13,7 @@ from lora_api.exit_codes import ExitCode
 from lora_trainer import checkpoint
 from lora_trainer.control import ControlWatch, read_control
 from lora_trainer.data.cache import TensorCache, text_key
+from lora_trainer.prompts import take_prompts
 from tests.trainer.jobs import Job, make_pictures
 
 SAMPLE = {"width": 32, "height": 32, "sample_steps": 1, "sample_every": 2}
@@ -200,6 +201,21 @@ def test_where_the_text_encoders_have_no_room_the_old_prompts_stay(job, monkeypa
     assert drawn.run(hook=change_at(1, sample={**SAMPLE, "prompts": ["too big"]})) == ExitCode.DONE
     assert "no room for the text encoders" in caplog.text
     assert len(drawn.store.list(layout.samples_folder(4))) == 1
+
+
+def test_where_another_rank_has_no_room_for_them_the_old_prompts_stay_too(job):
+    seen, told = [], []
+
+    def hook(session, step):
+        if step == 2:
+            keep = lambda mine: told.append(mine) or True  # noqa: E731
+            take_prompts(session.prepared, ("there is room here",), lambda text: None, keep)
+            seen.append(session.prepared.prompts)
+
+    drawn = job(sample={**SAMPLE, "sample_every": 0, "prompts": ["x"]}, train={"steps": 3})
+    assert drawn.run(hook=hook) == ExitCode.DONE
+    assert told == [False]
+    assert seen == [("x",)]
 
 
 def test_formats_and_number_format_of_the_result_may_change(job):

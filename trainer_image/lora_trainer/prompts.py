@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,12 @@ def prompts_of(texts: Sequence[str], trigger_word: str | None) -> tuple[str, ...
     return tuple(fill_trigger(text, trigger_word) for text in texts)
 
 
-def take_prompts(prepared: Prepared, prompts: tuple[str, ...], report: Callable[[str], None]) -> None:
+def take_prompts(
+    prepared: Prepared,
+    prompts: tuple[str, ...],
+    report: Callable[[str], None],
+    on_any: Callable[[bool], bool] = bool,
+) -> None:
     """Makes `prompts` those that samples are drawn of.
 
     The text encoders are loaded for those that nobody has encoded yet, and let go again. Where the device has no room for
@@ -34,6 +40,7 @@ def take_prompts(prepared: Prepared, prompts: tuple[str, ...], report: Callable[
         prepared: Changed in place.
         prompts: With the trigger word in its place.
         report: Told what is being done.
+        on_any: Whether something is true on any rank that draws: all of them keep the old prompts then, or none does.
     """
     if prompts == prepared.prompts:
         return
@@ -41,9 +48,10 @@ def take_prompts(prepared: Prepared, prompts: tuple[str, ...], report: Callable[
     wanted = dict.fromkeys([*prompts, ""] if prompts else [])
     keys = {text: text_key(text, model.text_identity) for text in wanted}
     new = [text for text in wanted if not cache.holds(keys[text])]
-    try:
+    fresh = None
+    with suppress(torch.OutOfMemoryError):
         fresh = _encode(model, new, report)
-    except torch.OutOfMemoryError:
+    if on_any(fresh is None) or fresh is None:
         log.warning("no room for the text encoders: samples are drawn of the old prompts until the next start")
         return
     if not model.trained_text:  # what those compute now is no property of the base model: not for the cache

@@ -248,8 +248,10 @@ class Session:
         self.group.wait(lambda: None)
 
     def _take_prompts(self, report: Callable[[str], None]) -> None:
+        on_any = self.group.any if self.prepared.spread.sharded else bool  # else only rank 0 draws
+        prompts = prompts_of(self.settings.sample.prompts, self.run.config.trigger_word)
         with self.start.reporter.long_work():
-            take_prompts(self.prepared, prompts_of(self.settings.sample.prompts, self.run.config.trigger_word), report)
+            take_prompts(self.prepared, prompts, report, on_any)
 
     def _facts(self) -> dict[str, object]:
         return {
