@@ -15,7 +15,7 @@ from lora_api.run import FinalManifest
 from lora_trainer import checkpoint
 from lora_trainer.export import export_final, load_all_into_pipeline, load_into_pipeline
 from lora_trainer.networks import add_adapter, train_all
-from tests.trainer.jobs import Job, answer, make_pictures, noisy_pictures
+from tests.trainer.jobs import Job, answer, make_pictures, noisy_pictures, run_ranks
 from tests.trainer.test_export import draw, fresh_pipeline
 from tests.trainer.test_network_types import TYPES
 
@@ -170,6 +170,16 @@ def test_a_job_of_full_fine_tuning_ends_in_a_component_folder(job, tmp_path):
     assert {manifest.adapter, "transformer/config.json", "config.json", "metadata.yaml", "report.html"} == names
     trained = load(whole.newest()[checkpoint.ADAPTER])
     assert all(key.startswith("transformer.") for key in trained)
+
+
+def test_weights_that_have_no_part_in_the_loss_are_trained_beside_the_others_on_two_ranks(job):
+    train = {"steps": 2, "gradient_accumulation": 2, "optimizer": "adafactor", "lr": 1e-3}  # in shares: adamw only
+    pair = job("qwen_image", "full", train=train)
+    assert run_ranks(pair, [{}, {}]) == [0, 0], pair.word()
+    alone = pair.copy("alone").change(train={"batch_size": 2})
+    assert alone.run() == 0
+    found, expected = (load(each.newest()[checkpoint.ADAPTER]) for each in (pair, alone))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_a_job_writes_every_asked_format_and_names_it_in_the_manifest(job, tiny_model_folder, tmp_path):

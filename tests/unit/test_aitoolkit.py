@@ -193,8 +193,11 @@ def test_summed_gradients_become_averaged_ones_and_the_rate_is_left_alone():
 
 def test_the_old_accumulation_counts_forward_passes_so_steps_are_converted():
     raw = put(without(preset(), "train.gradient_accumulation"), "train.gradient_accumulation_steps", 4)
+    raw = put(
+        put(raw, "train.lr_scheduler", "constant_with_warmup"), "train.lr_scheduler_params", {"num_warmup_steps": 90}
+    )
     config = convert(raw, {}).config
-    assert config["train"]["gradient_accumulation"] == 4
+    assert (config["train"]["gradient_accumulation"], config["train"]["warmup_steps"]) == (4, 23)
     assert (config["train"]["steps"], config["save"]["save_every"], config["sample"]["sample_every"]) == (750, 63, 63)
 
 

@@ -137,7 +137,7 @@ class Preparation:
         adapter, spread = self._add_adapter(model)
         self._save_memory(model)
         if not self._sharded:  # last: DDP asks where parameters lie, and those of resting blocks have moved by now
-            spread.module = self.group.wrap(model.denoiser)
+            spread.module = self.group.wrap(model.denoiser, whole=config.network.type == "full")
         model.forward_module = spread.module or model.denoiser
         conditions = [cache.load(text_key(prompt, model.text_identity)) for prompt in prompts]
         negative = cache.load(text_key("", model.text_identity)) if prompts else None

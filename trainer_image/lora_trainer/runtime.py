@@ -108,8 +108,14 @@ class Group:
             group._patient = dist.new_group(backend="gloo", timeout=dt.timedelta(hours=_WAIT_HOURS))
         return group
 
-    def wrap(self, module: nn.Module) -> nn.Module:
-        """The module, with gradients averaged over ranks by DDP; as it is when nothing in it is trained."""
+    def wrap(self, module: nn.Module, *, whole: bool = False) -> nn.Module:
+        """The module, with gradients averaged over ranks by DDP; as it is when nothing in it is trained.
+
+        Args:
+            module: What is trained.
+            whole: Whether all of its weights are. Some may have no part in a loss then, such as what the last block of Qwen-Image
+                does to its text, and DDP has to look for them.
+        """
         if self.world_size == 1 or not any(parameter.requires_grad for parameter in module.parameters()):
             return module
         ids = [self.device.index] if self.device.type == "cuda" else None
@@ -121,6 +127,7 @@ class Group:
             module,
             device_ids=ids,
             gradient_as_bucket_view=True,
+            find_unused_parameters=whole,
             **{sync: False},  # type: ignore[arg-type]
         )
 

@@ -46,7 +46,8 @@ def read_process(raw: Any, path: str, findings: Findings) -> dict[str, Any]:
     samples = _read_sample(block.inner("sample"), arch)
     if has_samples:
         out["sample"] = samples
-    for name, key in (("train", "steps"), ("save", "save_every"), ("sample", "sample_every")):
+    keys = (("train", "steps"), ("train", "warmup_steps"), ("save", "save_every"), ("sample", "sample_every"))
+    for name, key in keys:
         steps_in_updates(out.get(name, {}), name, key, passes, findings)
     block.inner("logging").finish(tables.LOGGING)
     return {**out, **block.finish(tables.PROCESS, TrainerConfig)}
