@@ -84,8 +84,8 @@ def test_the_comparison_would_notice_a_lost_optimizer_state(job, monkeypatch):
     from lora_trainer import session
     from lora_trainer.state import build_optimizer, unpack
 
-    def forgetful(files, adapter, optimizer):
-        return unpack(files, adapter, build_optimizer(adapter.parameters(), session_config))
+    def forgetful(files, adapter, optimizer, *others):
+        return unpack(files, adapter, build_optimizer(adapter.parameters(), session_config), *others)
 
     session_config = session.RunConfig.model_validate_json((broken.folder / "run.json").read_text()).config.train
     monkeypatch.setattr(session, "unpack", forgetful)
