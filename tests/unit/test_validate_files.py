@@ -186,7 +186,7 @@ def test_the_memory_of_a_valid_job_is_told_as_a_table(write):
     write("job.yaml", job_of("zimage", train={"dtype": "bf16"}))
     result = CliRunner().invoke(app, ["validate", "job.yaml"])
     assert result.exit_code == 0
-    assert "job.yaml: memory on each GPU: about " in result.stderr
+    assert "job.yaml: memory of each process: about " in result.stderr
     for row in ("weights", "adapter", "gradients", "optimizer", "activations", "training", "caching"):
         assert f"\n  {row} " in result.stderr
     assert "Tongyi-MAI/Z-Image" in result.stderr
@@ -198,7 +198,7 @@ def test_the_memory_of_a_tiny_model_is_told_in_a_unit_that_shows_it(write):
     config = TrainerConfig.model_validate(job_manifest()["spec"]["config"])
     small = Estimate(3 << 20, 1 << 19, 0, 0, 0, 0, 0, 0, source="a test")
     lines = estimate_lines(config, small)
-    assert lines[0] == "memory on each GPU: about 3.5 MiB (+- 0.0), from a test"
+    assert lines[0] == "memory of each process: about 3.5 MiB (+- 0.0), from a test"
     assert lines[1].split()[:3] == ["weights", "3.00", "MiB"]
     large = estimate_lines(config, replace(small, weights=3 << 30))
     assert large[1].split()[:3] == ["weights", "3.00", "GiB"]

@@ -122,7 +122,7 @@ class Preparation:
         model_folder, samples, views = self._first_on_each_node(family)
         memory = MemoryWatch(self.device)
         if self.environment.leads:
-            memory.expect(config, model_folder, self.precision)
+            memory.expect(config, model_folder, self.precision, self.group.world_size)
         model = self._load(family, model_folder)
         self._take_assistant(family, model)
         if self._sharded:  # only shares of the denoiser go to the device, when it is sharded

@@ -19,6 +19,7 @@ from lora_api.memory.shapes import Component, ModelShapes, Shape, read_folder
 from lora_api.memory.trained import Trained, layers_in_blocks, trainable_text_encoders, trained_parameters
 from lora_api.optimization import STATE_BYTES
 from lora_api.order import StageConfig
+from lora_api.parallelism import is_sharded
 from lora_api.training import Precision
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -108,31 +109,35 @@ def shapes_for(config: TrainerConfig, folder: Path | None = None) -> ModelShapes
     return found or released_shapes(config.model.arch, location)
 
 
-def estimate_of(config: TrainerConfig, shapes: ModelShapes, *, precision: Precision) -> Estimate:
-    """What a run needs.
+def estimate_of(config: TrainerConfig, shapes: ModelShapes, *, precision: Precision, processes: int = 1) -> Estimate:
+    """What a run needs on each device.
 
     Args:
         config: Of the run.
         shapes: Of its base model; from `shapes_for`.
         precision: Number format of base model and forward pass, the one that `train.dtype` comes to on the device.
+        processes: Of the run, over all nodes: where they share the denoiser, each has its part of it and one block whole.
     """
+    shares = processes if is_sharded(config, processes) else 1
     trained = trained_parameters(config, shapes)
     full = config.network.type == "full"
     item = ITEM_BYTES[precision]
-    denoiser = denoiser_bytes(config, shapes, _FP32 if full else item)
+    denoiser = _held_bytes(config, shapes, _FP32 if full else item, shares)
+    own = shares if full else 1  # adapters are whole on every device
     encoder = _bytes({n: s for n, s in shapes.vae.items() if n.startswith(_ENCODER)}, _FP32)
     vae = _bytes(shapes.vae, _FP32)
     texts = {name: _text_bytes(config, tensors, item) for name, tensors in shapes.text_encoders.items()}
     stay = trainable_text_encoders(config.model.arch, shapes) if config.train.train_text_encoder else {}
     away = offloaded_bytes(config, shapes, item)
     weights = denoiser - away + vae - encoder + sum(texts[name] for name in stay)
-    held = weights + (0 if full else trained.parameters * _FP32) + optimizer_bytes(config, trained)
-    loaded = denoiser - away + vae if not full else denoiser_bytes(config, shapes, item) + vae
+    optimizer = optimizer_bytes(config, trained) // own
+    held = weights + (0 if full else trained.parameters * _FP32) + optimizer
+    loaded = denoiser - away + vae if not full else _held_bytes(config, shapes, item, shares) + vae
     return Estimate(
         weights=weights,
         adapter=0 if full else trained.parameters * _FP32,
-        gradients=trained.parameters * _FP32,
-        optimizer=optimizer_bytes(config, trained),
+        gradients=trained.parameters * _FP32 // own,
+        optimizer=optimizer,
         activations=_activations(config, shapes, item),
         text_encoders=sum(texts.values()),
         caching=loaded + max(sum(texts.values()), _encoding_bytes(config, shapes.vae)),
@@ -153,6 +158,12 @@ def denoiser_bytes(config: TrainerConfig, shapes: ModelShapes, item: int) -> int
     return sum(_denoiser_bytes(config, tensors, item) for tensors in shapes.denoisers.values())
 
 
+def _held_bytes(config: TrainerConfig, shapes: ModelShapes, item: int, shares: int) -> int:
+    """Of the denoisers' weights, what each device holds at a time: all, or its share and the largest block."""
+    whole = denoiser_bytes(config, shapes, item)
+    return whole if shares == 1 else -(-whole // shares) + max(_block_bytes(config, shapes, item), default=0)
+
+
 def _denoiser_bytes(config: TrainerConfig, tensors: Component, item: int) -> int:
     in_fp32, kind, arch = KEPT_IN_FP32.get(config.model.arch, ()), config.model.quantize, config.model.arch
     quantised = {} if kind is None else {f"{name}.weight": sizes for name, sizes in layers_in_blocks(arch, tensors)}
@@ -164,15 +175,20 @@ def offloaded_bytes(config: TrainerConfig, shapes: ModelShapes, item: int) -> in
     """What is not on the device at any time: the resting blocks but for three, the one at work and its neighbours."""
     if not config.model.offload_blocks:
         return 0
+    sizes = _block_bytes(config, shapes, item)
+    resting = [sizes[place] for place in spread(len(sizes), config.model.offload_blocks)]
+    return max(0, sum(resting) - 3 * max(resting, default=0))
+
+
+def _block_bytes(config: TrainerConfig, shapes: ModelShapes, item: int) -> list[int]:
+    """Weights of each block of the denoisers."""
     pattern = _UNET_BLOCK if config.model.arch in UNET_ARCHS else _LISTED_BLOCK
     blocks: dict[str, dict[str, Shape]] = {}
     for component, tensors in shapes.denoisers.items():
         for name, shape in tensors.items():
             if found := pattern.match(name):
                 blocks.setdefault(f"{component}.{found[0]}", {})[name] = shape
-    sizes = [_denoiser_bytes(config, tensors, item) for tensors in blocks.values()]
-    resting = [sizes[place] for place in spread(len(sizes), config.model.offload_blocks)]
-    return max(0, sum(resting) - 3 * max(resting, default=0))
+    return [_denoiser_bytes(config, tensors, item) for tensors in blocks.values()]
 
 
 def spread(count: int, share: float) -> list[int]:

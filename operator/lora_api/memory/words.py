@@ -34,9 +34,8 @@ def estimate_lines(config: TrainerConfig, estimate: Estimate) -> list[str]:
         rows.append(
             ("sampling", estimate.sampling, "without gradients and activations, with the VAE's decoder at work")
         )
-    head = (
-        f"memory on each GPU: about {amount(estimate.total)} (+- {estimate.error / unit:.1f}), from {estimate.source}"
-    )
+    place = "of each process" if config.device == "cpu" else "on each GPU"
+    head = f"memory {place}: about {amount(estimate.total)} (+- {estimate.error / unit:.1f}), from {estimate.source}"
     return [head, *(f"  {phase:<12}{size / unit:9.2f} {name}  {what}" for phase, size, what in rows)]
 
 
@@ -83,16 +82,17 @@ def expected_precision(config: TrainerConfig) -> Precision:
     return choose_precision(config.train.dtype, "cpu" if config.device == "cpu" else "cuda", bf16=True)[0]
 
 
-def report_for(config: TrainerConfig, available_gib: float | None) -> list[str]:
+def report_for(config: TrainerConfig, available_gib: float | None, processes: int = 1) -> list[str]:
     """The table, and a warning where it does not fit; empty for families without a table whose model is elsewhere.
 
     Args:
         config: Of the run.
         available_gib: Memory of each GPU; None where it is not known.
+        processes: Of the run, over all nodes.
     """
     shapes = shapes_for(config)
     if shapes is None:
         return []
-    estimate = estimate_of(config, shapes, precision=expected_precision(config))
+    estimate = estimate_of(config, shapes, precision=expected_precision(config), processes=processes)
     warning = does_not_fit(config, estimate, available_gib) if available_gib is not None else None
     return estimate_lines(config, estimate) + ([f"warning: {warning}"] if warning else [])

@@ -59,7 +59,9 @@ def _memory_of(document: Document, gpu_gib: float | None) -> list[str]:
     raw = document.value
     if not isinstance(raw, dict) or raw.get("kind") != KIND:
         return []
-    lines = report_for(parse(LoRATrainingJob, raw).spec.config, gpu_gib)
+    spec = parse(LoRATrainingJob, raw).spec
+    processes = (spec.resources.nodes or 1) * (spec.resources.gpus_per_node or 1)
+    lines = report_for(spec.config, gpu_gib, processes)
     return [f"{document.place}: {lines[0]}", *lines[1:]] if lines else []
 
 

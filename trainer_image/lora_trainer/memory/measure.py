@@ -45,13 +45,13 @@ class MemoryWatch:
         """Most that torch held on a GPU at one time; on a CPU, by how much the process grew, its libraries included."""
         return self._peak() - (0 if self._device.type == "cuda" else self._before)
 
-    def expect(self, config: TrainerConfig, folder: Path, precision: Precision) -> None:
+    def expect(self, config: TrainerConfig, folder: Path, precision: Precision, processes: int = 1) -> None:
         """Estimates and logs; says so where it will not fit. Never a reason to stop: the estimate may be wrong."""
         shapes = shapes_for(config, folder)
         if shapes is None:
             log.info("memory: not estimated, the shapes of %s are not known", config.model.name_or_path)
             return
-        self.estimate = estimate_of(config, shapes, precision=precision)
+        self.estimate = estimate_of(config, shapes, precision=precision, processes=processes)
         for line in estimate_lines(config, self.estimate):
             log.info("%s", line)
         if self._device.type == "cuda":
