@@ -211,8 +211,8 @@ def test_a_run_with_resting_blocks_is_the_same_run(tmp_path, tiny_model_folder, 
     monkeypatch.setattr(
         Group,
         "wrap",
-        lambda self, module: (
-            ignored.append(getattr(module, "_ddp_params_and_buffers_to_ignore", None)) or wrap(self, module)
+        lambda self, module, **options: (
+            ignored.append(getattr(module, "_ddp_params_and_buffers_to_ignore", None)) or wrap(self, module, **options)
         ),
     )
     twin = job.copy("resting").change(model={"offload_blocks": 1.0}, train={"gradient_checkpointing": True})
