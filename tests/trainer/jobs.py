@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import os
 import socket
 import time
@@ -188,26 +189,42 @@ class Job:
 
 
 def run_ranks(job: Job, each: list[dict[str, Any]]) -> list[int]:
-    """Runs one start as a group of ranks, each in a fork of this process; returns their exit codes.
+    """Runs one start as a group of ranks; returns their exit codes.
+
+    Each is a fork of a process that has the libraries and nothing else: this one may have computed gradients, after which
+    torch can't be forked.
 
     Args:
         job: What to train.
-        each: Options of `Job.run`, one for each rank.
+        each: Options of `Job.run`, one for each rank; they have to be picklable.
     """
     path, port = job.write(), free_port()
-    children = []
-    for rank, options in enumerate(each):
-        child = os.fork()
-        if child == 0:
-            code = 99
-            try:
-                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(each))}
-                code = job.run(path=path, rank=rank, world_size=len(each), **options)
-            finally:
-                os._exit(code)
-        children.append(child)
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lora_trainer.session", "peft", "diffusers", __name__])
+    ranks = [
+        context.Process(target=_run_rank, args=(job, path, port, (rank, len(each)), options))
+        for rank, options in enumerate(each)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    return [int(process.exitcode if process.exitcode is not None else 99) for process in ranks]
+
+
+def _run_rank(job: Job, path: Path, port: int, place: tuple[int, int], options: dict[str, Any]) -> None:
+    import torch
+
+    rank, world_size = place
+
+    torch.set_num_threads(1)
+    code = 99
+    try:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        code = job.run(path=path, rank=rank, world_size=world_size, **options)
+    finally:
+        os._exit(code)
 
 
 def free_port() -> int:

@@ -7,6 +7,7 @@ process vanishes are gone with it. So the places are: after the first step, just
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +90,15 @@ def state_of(job: Job) -> dict[str, bytes]:
     return {name: job.newest()[name] for name in (checkpoint.ADAPTER, checkpoint.OPTIMIZER)}
 
 
-def gone_before_saving(step: int) -> Callable[[Any, int], None]:
-    def hook(session: Any, now: int) -> None:
-        if now == step:
-            raise Crash
+@dataclass(frozen=True)
+class gone_before_saving:  # noqa: N801 - reads as what it does
+    """A hook for `Job.run`: the process is gone after a step."""
 
-    return hook
+    step: int
+
+    def __call__(self, session: Any, now: int) -> None:
+        if now == self.step:
+            raise Crash
 
 
 @pytest.mark.parametrize("name", CASES)
