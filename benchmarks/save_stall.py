@@ -49,7 +49,7 @@ class Saving:
 
     def take(self) -> Snapshot:
         begun, loop = clock.seconds(), self.ours.loop
-        files = snapshot(self.ours.adapter, self.ours.optimizer, loop.state, {}, self.buffers)
+        files = snapshot(self.ours.adapter, self.ours.optimizer, loop.state, {}, buffers=self.buffers)
         return Snapshot(loop.state.step, lambda: finished(files), begun)
 
     def run(self, steps: int, *, save: bool) -> rig.Times:

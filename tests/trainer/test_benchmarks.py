@@ -13,6 +13,7 @@ from tests.trainer.jobs import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu
+import save_stall
 import trainer_loop
 
 
@@ -22,6 +23,13 @@ def test_the_loop_is_measured_against_its_floor(monkeypatch, capsys):
     assert ours > 0
     assert bare > 0
     assert "ratio median" in capsys.readouterr().out
+
+
+def test_the_stall_of_a_save_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(save_stall, "SIZE", "1M")
+    monkeypatch.setattr(sys, "argv", ["save_stall.py", "--pairs", "1", "--steps", "2"])
+    save_stall.main()
+    assert "in the background: the loop stands still for" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("shape", ["tiny-klein", "tiny-z-image"])
