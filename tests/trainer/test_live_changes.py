@@ -10,6 +10,7 @@ from safetensors.torch import load
 
 from lora_api import layout
 from lora_api.exit_codes import ExitCode
+from lora_api.run import Control
 from lora_trainer import checkpoint
 from lora_trainer.control import ControlWatch, read_control
 from lora_trainer.data.cache import TensorCache, text_key
@@ -257,3 +258,15 @@ def test_new_prompts_of_a_trained_text_encoder_stay_out_of_the_shared_cache(job,
     assert trained.run(hook=watch) == ExitCode.DONE
     assert len(trained.store.list(layout.samples_folder(4))) == 1
     assert not TensorCache(cache / "tensors").holds(keys[0])
+
+
+@pytest.mark.parametrize("lr", [None, 1e-2])
+def test_a_start_records_a_newer_document_only_where_it_changes_something(job, lr):
+    broken = job()
+    assert broken.run(stop_after=4) == ExitCode.PREEMPTED
+    stored = json.loads(broken.newest()[checkpoint.STATE])["control"]
+    document = Control.model_validate(stored | {"generation": 2} | ({} if lr is None else {"lr": lr}))
+    broken.store.put(layout.CONTROL, document.model_dump_json(by_alias=True).encode())
+    assert broken.run() == ExitCode.DONE
+    told = [line["control"]["lr"] for line in broken.metrics(2) if "control" in line]
+    assert told == ([] if lr is None else [lr])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lora_api import layout
 from lora_api.config import TrainerConfig
@@ -70,7 +70,7 @@ def begin(store: Store, run: RunConfig) -> tuple[Beginning, Fence | None, Checkp
         lost_steps=lost_steps(_progress(store), step),
         rejected=rejected,
         planned=planned,
-        changed=recorded is not None and settings.generation > recorded.generation,
+        changed=recorded is not None and _differ(settings, Settings.of(run.config, recorded)),
     )
     return beginning, fence, newest
 
@@ -82,6 +82,11 @@ def _settings(
     if control is None or recorded is None or recorded.generation >= control.generation:
         return Settings.of(config, control), ()
     return history.settings_at(config, control, recorded, history.changes_in(history.read_lines(store)), step)
+
+
+def _differ(now: Settings, before: Settings) -> bool:
+    """Whether something is another; a document that says what was so already changes nothing."""
+    return replace(now, generation=0) != replace(before, generation=0)
 
 
 def check_owner(owner: RunFile | None, run: RunConfig, location: str) -> None:
