@@ -6,7 +6,6 @@ import copy
 import json
 import multiprocessing
 import os
-import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from PIL import Image
 from lora_api import layout
 from lora_api.run import ExitWord, Progress, RunConfig
 from lora_api.stores import DirectoryStore
+from tests.cluster.s3 import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = [(64, 64), (64, 64), (96, 64), (64, 64), (64, 96)]
@@ -198,7 +198,7 @@ def run_ranks(job: Job, each: list[dict[str, Any]]) -> list[int]:
         job: What to train.
         each: Options of `Job.run`, one for each rank; they have to be picklable.
     """
-    path, port = job.write(), free_port()
+    path, port = job.write(), free_ports(1)[0]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lora_trainer.session", "peft", "diffusers", __name__])
     ranks = [
@@ -225,12 +225,6 @@ def _run_rank(job: Job, path: Path, port: int, place: tuple[int, int], options: 
         code = job.run(path=path, rank=rank, world_size=world_size, **options)
     finally:
         os._exit(code)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def await_true(condition: Callable[[], bool], what: str, seconds: float = 240.0) -> None:

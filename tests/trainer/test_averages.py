@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from unittest.mock import patch
 
 import pytest
@@ -24,6 +22,7 @@ from lora_trainer.averages import MovingAverage, build_average, decay
 from lora_trainer.optimizers import build_optimizer
 from lora_trainer.spread import Spread
 from tests.trainer.jobs import Job, make_pictures
+from tests.trainer.ranks import run_on_two_ranks
 
 EMA = {"use_ema": True, "ema_decay": 0.9}
 LR = 3e-2
@@ -228,29 +227,14 @@ def test_an_interruption_changes_no_bit_of_average_and_training(strategy, job):
 def test_two_ranks_keep_the_average_across_an_interruption(job):
     whole = job(steps=4)
     broken = whole.copy("broken")
-    assert in_two_ranks(whole) == ExitCode.DONE
+    assert run_on_two_ranks(whole) == ExitCode.DONE
     shutil.copytree(whole.folder / "run", broken.folder / "run")
     lost = [layout.checkpoint_folder(4, 1) + layout.MANIFEST, layout.FINAL_MANIFEST]
     broken.store.delete(lost)
-    assert in_two_ranks(broken) == ExitCode.DONE
+    assert run_on_two_ranks(broken) == ExitCode.DONE
     assert broken.progress().resumed_from_step == 2
     for name in (checkpoint.ADAPTER, checkpoint.TRAINING, checkpoint.OPTIMIZER):
         assert whole.newest()[name] == broken.newest()[name]
-
-
-def in_two_ranks(job: Job) -> int:
-    environment = job.environment()
-    line = [
-        sys.executable,
-        "-m",
-        "lora_trainer.launch",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "lora_trainer",
-        "train",
-    ]
-    return subprocess.run(line, env=environment, cwd=job.folder, check=False).returncode
 
 
 def test_the_portable_file_of_a_checkpoint_holds_the_average_too(job):

@@ -12,7 +12,8 @@ from lora_api.training import TrainConfig
 from lora_trainer.export import export_final, load_all_into_pipeline, load_into_pipeline
 from lora_trainer.networks import add_adapter, train_all
 from lora_trainer.networks.warm import warm_start
-from lora_trainer.state import TrainState, build_optimizer, pack, unpack
+from lora_trainer.optimizers import build_optimizer
+from lora_trainer.state import TrainState, pack, unpack
 from tests.trainer.test_formats import original_changes, read_as_documented
 
 SMALL = {"linear": 2, "linear_alpha": 3, "conv": 2, "conv_alpha": 1}

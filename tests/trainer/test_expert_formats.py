@@ -14,7 +14,8 @@ from lora_api.training import TrainConfig
 from lora_trainer.export import export_final, load_into_pipeline, portable_files
 from lora_trainer.networks import add_adapter
 from lora_trainer.networks.warm import warm_start
-from lora_trainer.state import TrainState, build_optimizer, pack, unpack
+from lora_trainer.optimizers import build_optimizer
+from lora_trainer.state import TrainState, pack, unpack
 from tests.trainer.families import load_pipe
 from tests.trainer.test_wan import latents_drawn
 

@@ -18,10 +18,11 @@ from lora_trainer.losses import loss_of
 from lora_trainer.networks import add_adapter
 from lora_trainer.noise_levels import NoiseLevels
 from lora_trainer.objective import Objective, draw, noisy
+from lora_trainer.optimizers import build_optimizer
 from lora_trainer.reporting import Reporter
 from lora_trainer.runtime import TORCH_DTYPE, Group
 from lora_trainer.settings import Settings
-from lora_trainer.state import TrainState, build_optimizer, pack, unpack
+from lora_trainer.state import TrainState, pack, unpack
 from lora_trainer.stopping import StopRequest
 from lora_trainer.timing import PartTimer
 

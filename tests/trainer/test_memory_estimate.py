@@ -16,8 +16,8 @@ from lora_api.memory.shapes import ModelShapes
 from lora_api.memory.trained import denoiser_targets, layers_of, trained_parameters
 from lora_api.training import Precision
 from lora_trainer.networks import add_adapter, train_all
+from lora_trainer.optimizers import build_optimizer
 from lora_trainer.runtime import TORCH_DTYPE
-from lora_trainer.state import build_optimizer
 
 
 def config(arch: str, folder: object = "/nowhere", **blocks: object) -> TrainerConfig:

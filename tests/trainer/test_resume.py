@@ -82,7 +82,8 @@ def test_the_comparison_would_notice_a_lost_optimizer_state(job, monkeypatch):
     broken = whole.copy("broken")
     assert broken.run(stop_after=4) == ExitCode.PREEMPTED
     from lora_trainer import session
-    from lora_trainer.state import build_optimizer, unpack
+    from lora_trainer.optimizers import build_optimizer
+    from lora_trainer.state import unpack
 
     def forgetful(files, adapter, optimizer, *others):
         return unpack(files, adapter, build_optimizer(adapter.parameters(), session_config), *others)

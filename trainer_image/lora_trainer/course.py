@@ -75,9 +75,7 @@ class Course:
         return [weight if sample.is_reg else 1.0 for sample in self._samples]
 
 
-def enter(stage: Stage, state: TrainState) -> bool:
-    """Makes the stage the present one in the counters; returns whether it was another one."""
-    if state.stage == stage.number:
-        return False
-    state.stage, state.stage_iteration = stage.number, state.iteration
-    return True
+def enter(stage: Stage, state: TrainState) -> None:
+    """Makes the stage the present one in the counters, if another one was."""
+    if state.stage != stage.number:
+        state.stage, state.stage_iteration = stage.number, state.iteration

@@ -56,7 +56,7 @@ class Loop:
         settings: What may change while it runs.
         state: Counters; changed in place.
         model: Base model whose `forward_module` holds the adapter.
-        optimizer: Over the adapter's parameters; from `state.build_optimizer`.
+        optimizer: Over the adapter's parameters; from `optimizers.build_optimizer`.
         batches: Micro-batches in order.
         group: All ranks.
         stop: Set by signals.
@@ -274,8 +274,7 @@ class Loop:
         self.settings = self.settings.taking(document)
         self.planned = tuple(each for each in self.planned if each.control.generation > document.generation)
         self.reporter.now.steps = self.settings.steps
-        self.reporter.line(step=self.state.step, control=document.model_dump(mode="json", by_alias=True))
-        self.reporter.write_soon()  # a start after this one has to know it
+        self.reporter.settings_changed(self.state.step, document)
         log.info(
             "from step %d on: steps %d, lr %g, save_every %d (generation %d)",
             self.state.step, self.settings.steps, self.settings.lr, self.settings.save_every, self.settings.generation,

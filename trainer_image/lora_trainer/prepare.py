@@ -19,7 +19,7 @@ from lora_api.shrink import passes
 from lora_api.stores import Credentials
 from lora_api.training import Precision
 from lora_trainer.data.cache import TensorCache, text_key
-from lora_trainer.data.captions import fill_trigger
+from lora_trainer.data.captions import prompts_of
 from lora_trainer.data.encode import captions_of, encode_captions, encode_masks, encode_pictures
 from lora_trainer.data.models import Sources
 from lora_trainer.data.samples import Fingerprints, Sample, digest, plan_samples
@@ -130,7 +130,7 @@ class Preparation:
             model.pipe.vae.to(self.device)
         else:
             place_base(model, config.model, self.device)
-        prompts = tuple(fill_trigger(prompt, config.trigger_word) for prompt in self.sample_prompts)
+        prompts = prompts_of(self.sample_prompts, config.trigger_word)
         cache = TensorCache(self.environment.cache_folder / "tensors")
         self._encode(samples, prompts, model, cache)
         self._say("adding the adapter")
@@ -285,12 +285,13 @@ class Preparation:
         offloaded = offload_blocks(model, self.run.config.model, self.device) is not None
         if train.compile:
             compile_blocks(model, self.environment.cache_folder)
-        if train.gradient_checkpointing:
-            model.enable_gradient_checkpointing(*checkpointing(train, offloaded=offloaded))
-        elif passes(train, shrunk).gradient_checkpointing:
+        if passes(train, shrunk).gradient_checkpointing:
             try:
                 model.enable_gradient_checkpointing(*checkpointing(train, offloaded=offloaded))
-            except (ValueError, AttributeError, NotImplementedError) as error:  # nobody asked for what it can't do
+            except (ValueError, AttributeError, NotImplementedError) as error:
+                if train.gradient_checkpointing:
+                    raise
+                # nobody asked for what it can't do
                 log.warning("this model can't recompute its activations: %s", error)
 
     def _encode(self, samples: list[Sample], prompts: tuple[str, ...], model: BaseModel, cache: TensorCache) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from lora_trainer.data.cache import text_key
-from lora_trainer.data.captions import fill_trigger
 from lora_trainer.families.evaluating import evaluating
 from lora_trainer.prepare import Condition, Prepared
 
@@ -18,11 +17,6 @@ if TYPE_CHECKING:
     from lora_trainer.families.base import BaseModel
 
 log = logging.getLogger(__name__)
-
-
-def prompts_of(texts: Sequence[str], trigger_word: str | None) -> tuple[str, ...]:
-    """Prompts as they are drawn, with the trigger word in its place."""
-    return tuple(fill_trigger(text, trigger_word) for text in texts)
 
 
 def take_prompts(

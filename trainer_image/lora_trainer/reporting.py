@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lora_api import layout
-from lora_api.run import ExitWord, Progress, RejectedCheckpoint
+from lora_api.run import Control, ExitWord, Progress, RejectedCheckpoint
 from lora_api.run import Stage as LifeStage
 from lora_api.store import Store, StoreError
 from lora_trainer import clock
@@ -208,6 +208,11 @@ class Reporter:
         """Metric lines are written with the next heartbeat, which comes now."""
         self._lines_due = True
         self._wake.set()
+
+    def settings_changed(self, step: int, document: Control) -> None:
+        """A control document is in force after `step` updates; written soon, a start after this one has to know it."""
+        self.line(step=step, control=document.model_dump(mode="json", by_alias=True))
+        self.write_soon()
 
     def line(self, **values: Any) -> None:
         """Adds a metric line."""

@@ -16,6 +16,7 @@ from lora_trainer.beginning import Beginning
 from lora_trainer.checkpoint import Checkpoint
 from lora_trainer.control import ControlWatch
 from lora_trainer.course import Course, enter
+from lora_trainer.data.captions import prompts_of
 from lora_trainer.data.samples import described
 from lora_trainer.data.stream import MicroBatch
 from lora_trainer.errors import CheckpointIntegrityError, TransientError
@@ -23,8 +24,9 @@ from lora_trainer.export import portable_files
 from lora_trainer.fence import Fence
 from lora_trainer.finalize import finish, put_samples
 from lora_trainer.loop import Loop
+from lora_trainer.optimizers import build_optimizer
 from lora_trainer.prepare import Preparation
-from lora_trainer.prompts import prompts_of, take_prompts
+from lora_trainer.prompts import take_prompts
 from lora_trainer.records import Told
 from lora_trainer.retention import remove_old_checkpoints
 from lora_trainer.retry import place
@@ -33,7 +35,7 @@ from lora_trainer.sampling import each_pass
 from lora_trainer.saver import Saver, Saves, Saving, Snapshot
 from lora_trainer.settings import Settings
 from lora_trainer.stages import stage_at, stages_of
-from lora_trainer.state import TrainState, build_optimizer, finished, snapshot, take_part_in_snapshot, unpack
+from lora_trainer.state import TrainState, finished, snapshot, take_part_in_snapshot, unpack
 from lora_trainer.stopping import Stopped
 from lora_trainer.tensorfile import HostBuffers, TensorFile
 from lora_trainer.timing import PartTimer
@@ -165,8 +167,7 @@ class Session:
         reporter.take_stages(stages, stage, self.group.world_size)
         reporter.enter("Training")
         if self.beginning.changed:  # a start after this one has to know from where on
-            reporter.line(step=self.state.step, control=self.settings.document.model_dump(mode="json", by_alias=True))
-            reporter.write_soon()
+            reporter.settings_changed(self.state.step, self.settings.document)
         control = ControlWatch(reporter.store) if self.fence is not None and reporter.store is not None else None
         if control is not None:
             control.start()

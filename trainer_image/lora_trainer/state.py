@@ -13,14 +13,12 @@ from torch import Tensor
 
 from lora_trainer.averages import Average, standing_in
 from lora_trainer.checkpoint import ADAPTER, OPTIMIZER, STATE, TRAINING
-from lora_trainer.optimizers import OptimizerState, build_optimizer, load_state, state_of
+from lora_trainer.optimizers import OptimizerState, load_state, state_of
 from lora_trainer.runtime import synchronise
 from lora_trainer.tensorfile import HostBuffers, TensorFile, take_part
 
 if TYPE_CHECKING:
     from lora_trainer.networks import Trainable
-
-__all__ = ["TrainState", "build_optimizer", "finished", "pack", "snapshot", "unpack"]
 
 _VERSION = 1
 _ADDED = ("stage", "stage_iteration")  # older checkpoints lack them; they are of runs with one stage

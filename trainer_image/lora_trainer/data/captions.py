@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from pathlib import Path
 
 from lora_trainer.errors import DataError
@@ -46,3 +47,8 @@ def with_trigger(text: str, trigger: str | None) -> str:
 def dropped(trigger: str | None) -> str:
     """What is trained in place of a dropped caption: nothing but the trigger word, as in ai-toolkit."""
     return trigger or ""
+
+
+def prompts_of(texts: Sequence[str], trigger_word: str | None) -> tuple[str, ...]:
+    """Prompts as they are drawn, with the trigger word in its place."""
+    return tuple(fill_trigger(text, trigger_word) for text in texts)

@@ -106,3 +106,17 @@ class FlowModel(BaseModel):
     def noise_level(self, time_B: Tensor) -> Tensor:
         """Sigma itself."""
         return time_B
+
+
+class ShiftedLatentsModel(FlowModel):
+    """One whose VAE gives the constants by which latents are shifted and scaled."""
+
+    def normalise(self, z_BChw: Tensor) -> Tensor:
+        """Shifts and scales by the constants of the VAE's configuration."""
+        config = self.pipe.vae.config
+        return (z_BChw - config.shift_factor) * config.scaling_factor  # type: ignore[no-any-return]
+
+    def denormalise(self, x_BChw: Tensor) -> Tensor:
+        """The inverse."""
+        config = self.pipe.vae.config
+        return x_BChw / config.scaling_factor + config.shift_factor  # type: ignore[no-any-return]

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from lora_trainer.families.base import Conditioning
 from lora_trainer.families.family import Family, load_pipeline
-from lora_trainer.families.flow import FlowModel
+from lora_trainer.families.flow import ShiftedLatentsModel
 from lora_trainer.families.folder import Layout, check_folder
-from lora_trainer.families.original import Original, renamed
+from lora_trainer.families.original import JOINT_ATTENTION, Original, renamed
 
 LAYOUT = Layout(
     pipelines=("FluxPipeline",),
@@ -37,14 +37,7 @@ LAYOUT = Layout(
 TRAINING_GUIDANCE = 1.0
 
 DOUBLE: dict[str, str | tuple[str, int, int]] = {
-    "attn.to_q": ("img_attn.qkv", 0, 3),
-    "attn.to_k": ("img_attn.qkv", 1, 3),
-    "attn.to_v": ("img_attn.qkv", 2, 3),
-    "attn.add_q_proj": ("txt_attn.qkv", 0, 3),
-    "attn.add_k_proj": ("txt_attn.qkv", 1, 3),
-    "attn.add_v_proj": ("txt_attn.qkv", 2, 3),
-    "attn.to_out.0": "img_attn.proj",
-    "attn.to_add_out": "txt_attn.proj",
+    **JOINT_ATTENTION,
     "ff.net.0.proj": "img_mlp.0",
     "ff.net.2": "img_mlp.2",
     "ff_context.net.0.proj": "txt_mlp.0",
@@ -63,21 +56,11 @@ SINGLE: dict[str, str | tuple[str, int, int]] = {
 """Layers of both kinds of blocks in diffusers and in the original model."""
 
 
-class Flux1Model(FlowModel):
+class Flux1Model(ShiftedLatentsModel):
     """A loaded FLUX.1."""
 
     text_parts = ("text_encoder", "text_encoder_2")
     trainable_text_parts = ("text_encoder",)
-
-    def normalise(self, z_BChw: Tensor) -> Tensor:
-        """Shifts and scales by the constants of the VAE's configuration."""
-        config = self.pipe.vae.config
-        return (z_BChw - config.shift_factor) * config.scaling_factor  # type: ignore[no-any-return]
-
-    def denormalise(self, x_BChw: Tensor) -> Tensor:
-        """The inverse."""
-        config = self.pipe.vae.config
-        return x_BChw / config.scaling_factor + config.shift_factor  # type: ignore[no-any-return]
 
     def velocity(self, x_t_BChw: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
         """The denoiser's output, unpacked; sigma is its timestep as it stands."""

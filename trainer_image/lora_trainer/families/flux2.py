@@ -25,7 +25,7 @@ from lora_trainer.families.base import BaseModel, Conditioning
 from lora_trainer.families.family import Family, load_pipeline
 from lora_trainer.families.flow import FlowModel
 from lora_trainer.families.folder import Layout, ModelError, check_folder
-from lora_trainer.families.original import Original, renamed
+from lora_trainer.families.original import JOINT_ATTENTION, Original, renamed
 
 LAYOUT = Layout(pipelines=("Flux2KleinPipeline",))
 
@@ -36,14 +36,7 @@ TEXT_WIDTH = {"flux2_klein_4b": 3 * 2560, "flux2_klein_9b": 3 * 4096}
 
 STARTS = {"transformer_blocks.": "double_blocks.", "single_transformer_blocks.": "single_blocks."}
 ENDS: dict[str, str | tuple[str, int, int]] = {
-    "attn.to_q": ("img_attn.qkv", 0, 3),
-    "attn.to_k": ("img_attn.qkv", 1, 3),
-    "attn.to_v": ("img_attn.qkv", 2, 3),
-    "attn.add_q_proj": ("txt_attn.qkv", 0, 3),
-    "attn.add_k_proj": ("txt_attn.qkv", 1, 3),
-    "attn.add_v_proj": ("txt_attn.qkv", 2, 3),
-    "attn.to_out.0": "img_attn.proj",
-    "attn.to_add_out": "txt_attn.proj",
+    **JOINT_ATTENTION,
     "ff.linear_in": "img_mlp.0",
     "ff.linear_out": "img_mlp.2",
     "ff_context.linear_in": "txt_mlp.0",

@@ -8,6 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+Ends = Mapping[str, "str | tuple[str, int, int]"]
+
+JOINT_ATTENTION: Ends = {
+    "attn.to_q": ("img_attn.qkv", 0, 3),
+    "attn.to_k": ("img_attn.qkv", 1, 3),
+    "attn.to_v": ("img_attn.qkv", 2, 3),
+    "attn.add_q_proj": ("txt_attn.qkv", 0, 3),
+    "attn.add_k_proj": ("txt_attn.qkv", 1, 3),
+    "attn.add_v_proj": ("txt_attn.qkv", 2, 3),
+    "attn.to_out.0": "img_attn.proj",
+    "attn.to_add_out": "txt_attn.proj",
+}
+"""Attention of the double-stream blocks of FLUX.1 and FLUX.2, as a table for `renamed`."""
+
 
 @dataclass(frozen=True)
 class Original:
@@ -24,7 +38,7 @@ class Original:
     parts: int = 1
 
 
-def renamed(layer: str, starts: Mapping[str, str], ends: Mapping[str, str | tuple[str, int, int]]) -> Original:
+def renamed(layer: str, starts: Mapping[str, str], ends: Ends) -> Original:
     """The original of a layer, from tables of how names begin and end.
 
     Args:

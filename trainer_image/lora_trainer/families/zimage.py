@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lora_trainer.families.base import Conditioning
 from lora_trainer.families.family import Family, load_pipeline
-from lora_trainer.families.flow import FlowModel
+from lora_trainer.families.flow import ShiftedLatentsModel
 from lora_trainer.families.folder import Layout, check_folder
 from lora_trainer.families.original import Original, renamed
 
@@ -39,18 +39,8 @@ ENDS: dict[str, str | tuple[str, int, int]] = {
 """Layers of the blocks whose names differ in diffusers and in the original model."""
 
 
-class ZImageModel(FlowModel):
+class ZImageModel(ShiftedLatentsModel):
     """A loaded Z-Image."""
-
-    def normalise(self, z_BChw: Tensor) -> Tensor:
-        """Shifts and scales by the constants of the VAE's configuration."""
-        config = self.pipe.vae.config
-        return (z_BChw - config.shift_factor) * config.scaling_factor  # type: ignore[no-any-return]
-
-    def denormalise(self, x_BChw: Tensor) -> Tensor:
-        """The inverse."""
-        config = self.pipe.vae.config
-        return x_BChw / config.scaling_factor + config.shift_factor  # type: ignore[no-any-return]
 
     def velocity(self, x_t_BChw: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Minus the denoiser's output at time 1 - sigma: the model points from noise to picture."""
